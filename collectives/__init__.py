@@ -1,0 +1,63 @@
+"""Collective communication for numpy, torch, jax and cupy arrays.
+
+    import collectives as cc, numpy as np
+
+    comm = cc.init()                      # under mpirun, torchrun, `python -m collectives run -n 4`, or alone
+    x = np.ones(1 << 20, np.float32)
+    comm.all_reduce(x)                    # in place
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .communicator import Communicator, from_mpi, init, run_threads
+from .errors import (
+    AbortedError,
+    ArrayError,
+    ArrayTypeError,
+    BootstrapError,
+    ClosedError,
+    CollectiveError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    PeerDiedError,
+    ScheduleError,
+    TopologyError,
+    UnsupportedError,
+)
+from .schedule import Schedule, Transfer, algorithm, algorithms, schedule, unregister
+from .work import Work
+
+try:
+    __version__ = version("collectives")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+Communicator.from_mpi = staticmethod(from_mpi)  # type: ignore[attr-defined]
+
+__all__ = [
+    "AbortedError",
+    "ArrayError",
+    "ArrayTypeError",
+    "BootstrapError",
+    "ClosedError",
+    "CollectiveError",
+    "Communicator",
+    "ConfigError",
+    "DeadlineError",
+    "MismatchError",
+    "PeerDiedError",
+    "Schedule",
+    "ScheduleError",
+    "TopologyError",
+    "Transfer",
+    "UnsupportedError",
+    "Work",
+    "algorithm",
+    "algorithms",
+    "from_mpi",
+    "init",
+    "run_threads",
+    "schedule",
+    "unregister",
+]

@@ -1,0 +1,98 @@
+"""The command line, `python -m collectives COMMAND`.
+
+Each module in this package whose name has no leading underscore is a command; a file that is added
+here is a new one. It has
+
+    a docstring               its first line says in the list of commands what it does, all of it is
+    the help text
+    add_arguments(parser)     declares its arguments on an argparse parser
+    run(args) -> int | None   does the work; the exit status, None for 0
+    EXAMPLES                  optional text with examples, at the end of the help text
+
+Only the command that runs is imported; the list of commands reads docstrings without running any
+module. An error of this package ends a command with its message and status 1, without a traceback
+unless COLLECTIVES_DEBUG=trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ..errors import CollectiveError, did_you_mean
+
+_PROGRAM = "python -m collectives"
+
+
+def commands() -> list[str]:
+    """The names of all commands."""
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def summary(command: str) -> str:
+    """The first line of a command's docstring, read from its file."""
+    for folder in __path__:
+        file = Path(folder, f"{command}.py")
+        if not file.exists():
+            file = Path(folder, command, "__init__.py")
+        if file.exists():
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            return text.partition("\n")[0]
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (by default the arguments of this process) names; returns its
+    exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if arguments else 2
+    name = arguments[0]
+    known = commands()
+    if name not in known:
+        kind = "option" if name.startswith("-") else "command"
+        print(f"{_PROGRAM}: unknown {kind} {name!r}; {did_you_mean(name, known)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"{__name__}.{name}")
+    args = _parser(name, module).parse_args(arguments[1:])
+    try:
+        return int(module.run(args) or 0)
+    except CollectiveError as error:
+        if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
+            raise
+        print(f"{_PROGRAM} {name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} {name}",
+        description=module.__doc__,
+        epilog=getattr(module, "EXAMPLES", None),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    return parser
+
+
+def _overview() -> str:
+    known = commands()
+    width = max(map(len, known), default=0)
+    lines = [f"usage: {_PROGRAM} COMMAND [arguments]", "", "commands:"]
+    lines += [f"  {name:{width}}  {summary(name)}" for name in known]
+    lines += ["", f"`{_PROGRAM} COMMAND --help` tells more of each."]
+    return "\n".join(lines)

@@ -1,0 +1,326 @@
+"""Start a Python program as several ranks on this host, without MPI.
+
+Each rank is a process of its own that runs the program; `collectives.init()` in it finds the other
+ranks. If a rank fails, the others are stopped, and this command ends with the failed rank's exit
+status (128 + N if signal N ended it) after telling which rank that was. Signals that this command
+gets are passed on to all ranks. No rank outlives it, even if it is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from typing import IO, NamedTuple
+
+from ..bootstrap import Server, listen
+from ..config import parse_seconds
+from ..errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  python -m collectives run -n 4 train.py --epochs 3
+  python -m collectives run -n 2 --label -m package.module argument
+  python -m collectives run -n 8 --nodes 2 script.py      two nodes of four ranks, on this host
+
+how ranks meet:
+  This command hosts the rendezvous itself: it listens on a free port before any rank starts, so no
+  other program can take the port in between. A fresh secret goes to the ranks in their environment,
+  which other users cannot read.
+"""
+
+_GRACE = 5.0  # seconds between asking a rank to end and killing it
+_PASSED_ON = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FIRST_ENDS = 1.0  # seconds that the rank that failed first has to end, once another has
+_TIMED_OUT = 124  # exit status of --limit, as that of timeout(1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} -n RANKS [options] (SCRIPT | -m MODULE) [arguments]"
+    parser.add_argument("-n", "--ranks", type=_positive, required=True, help="number of ranks")
+    parser.add_argument(
+        "--nodes", type=_positive, default=1, help="nodes to divide the ranks into (default 1)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        help="seconds until a wait of a rank fails (COLLECTIVES_TIMEOUT)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        metavar="S",
+        help=f"stop all after so long, with status {_TIMED_OUT}",
+    )
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDR",
+        help="address where ranks meet (default 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--label", action="store_true", help="begin each line of output with its rank: [3] ..."
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the program and its arguments")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.module is not None:
+        program = ["-m", *args.module]
+        missing = not args.module
+    else:
+        program = args.script
+        missing = not program
+    if missing:
+        raise ConfigError("no program to run; write run -n 4 SCRIPT, or run -n 4 -m MODULE")
+    if args.script and args.module is None and args.script[0].startswith("-"):
+        raise ConfigError(f"unknown option {args.script[0]!r}; see run --help")
+    if args.ranks < args.nodes:
+        raise ConfigError(f"{args.ranks} ranks cannot be divided into {args.nodes} nodes")
+    job = _Job(args)
+    return job.run([sys.executable, *program])
+
+
+class _Rank(NamedTuple):
+    rank: int
+    process: subprocess.Popen[bytes]
+
+
+class _Job:
+    """The ranks while they run. Signals are blocked and waited for, so that nothing happens in a
+    signal handler.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._ranks: list[_Rank] = []
+        self._printers: list[threading.Thread] = []
+        self._status: int | None = None
+        self._kill_at: float | None = None
+        self._judge_at: float | None = None
+
+    def run(self, command: Sequence[str]) -> int:
+        args = self._args
+        waited = {signal.SIGCHLD, *_PASSED_ON}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        listener = listen(args.bind, backlog=args.ranks + 128)
+        secret = secrets.token_hex(32)
+        job = secrets.token_hex(8)
+        server = Server(
+            listener, size=args.ranks, secret=secret.encode(), job=job, host="the launcher"
+        )
+        try:
+            # All ranks are forked before the first thread starts: what runs between fork and exec
+            # is safe only so. Those that are early find the socket listening already, and wait for
+            # the server to accept them.
+            for rank in range(args.ranks):
+                environment = self._environment(rank, server.address, secret, job)
+                self._ranks.append(self._start(rank, command, environment, mask))
+            server.start()
+            self._start_printers()
+            limit = time.monotonic() + args.limit if args.limit else None
+            while any(started.process.poll() is None for started in self._ranks):
+                self._wait(waited, limit)
+                self._judge(server.lost)
+            self._judge(server.lost)
+        finally:
+            for started in self._ranks:
+                if started.process.poll() is None:
+                    _signal(started.process, signal.SIGKILL)
+                    started.process.wait()
+            server.stop(seconds=0)
+            for printer in self._printers:
+                printer.join(_GRACE)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return self._status or 0
+
+    def _environment(
+        self, rank: int, address: tuple[str, int], secret: str, job: str
+    ) -> dict[str, str]:
+        args = self._args
+        environment = dict(os.environ)
+        node = rank * args.nodes // args.ranks
+        first = -(-node * args.ranks // args.nodes)
+        environment.update(
+            COLLECTIVES_RANK=str(rank),
+            COLLECTIVES_WORLD_SIZE=str(args.ranks),
+            COLLECTIVES_LOCAL_RANK=str(rank - first),
+            COLLECTIVES_ADDR=address[0],
+            COLLECTIVES_PORT=str(address[1]),
+            COLLECTIVES_JOB=job,
+            COLLECTIVES_SECRET=secret,
+            COLLECTIVES_RENDEZVOUS="launcher",
+        )
+        environment.pop("COLLECTIVES_SECRET_FILE", None)
+        if args.nodes > 1:
+            environment["COLLECTIVES_NODE"] = str(node)
+        if args.timeout:
+            environment["COLLECTIVES_TIMEOUT"] = repr(args.timeout)
+        return environment
+
+    def _start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        mask: Set[int],
+    ) -> _Rank:
+        pipe = subprocess.PIPE if self._args.label else None
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=None if rank == 0 and not sys.stdin.isatty() else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            preexec_fn=_before_exec(os.getpid(), mask),
+        )
+        return _Rank(rank, process)
+
+    def _wait(self, waited: Set[int], limit: float | None) -> None:
+        """Waits for the next signal or deadline, and acts on it."""
+        now = time.monotonic()
+        ends = [now + 1.0, self._kill_at, self._judge_at, limit if self._status is None else None]
+        got = signal.sigtimedwait(waited, max(0.0, min(e for e in ends if e is not None) - now))
+        if got is not None and got.si_signo in _PASSED_ON:
+            number = signal.Signals(got.si_signo)
+            self._signal_all(number)
+            if number in _ENDING:
+                self._stop(128 + number, None)
+        now = time.monotonic()
+        if limit is not None and now >= limit and self._status is None:
+            running = [rank.rank for rank in self._ranks if rank.process.poll() is None]
+            _tell(f"ran for {self._args.limit:g} s, the limit; stopping {_count(running)}")
+            self._stop(_TIMED_OUT, signal.SIGTERM)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._signal_all(signal.SIGKILL)
+
+    def _judge(self, lost: Sequence[int]) -> None:
+        """Ends the job if a rank has failed.
+
+        The first to fail takes others with it, which may end sooner than the first itself does. The
+        rendezvous has seen in which order they left, in `lost`; the first gets a second to end.
+        """
+        failed = [rank for rank in self._ranks if rank.process.poll()]
+        if self._status is not None or not failed:
+            return
+        first = self._ranks[lost[0]] if lost else failed[0]
+        if first.process.poll() is None:
+            now = time.monotonic()
+            self._judge_at = self._judge_at or now + _FIRST_ENDS
+            if now < self._judge_at:
+                return
+        order = {rank: place for place, rank in enumerate(lost)}
+        culprit = min(failed, key=lambda rank: order.get(rank.rank, -1))
+        code = culprit.process.returncode
+        running = [rank.rank for rank in self._ranks if rank.process.poll() is None]
+        how = f"exited with status {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
+        also = f"; stopping {_count(running)}" if running else ""
+        _tell(f"rank {culprit.rank} (pid {culprit.process.pid}) {how}{also}")
+        self._judge_at = None
+        self._stop(code if code > 0 else 128 - code, signal.SIGTERM)
+
+    def _stop(self, status: int, number: signal.Signals | None) -> None:
+        """Ends the job with `status`, unless it is ending already."""
+        if self._status is None:
+            self._status = status
+            self._kill_at = time.monotonic() + _GRACE
+            if number is not None:
+                self._signal_all(number)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                _signal(rank.process, number)
+
+    def _start_printers(self) -> None:
+        lock = threading.Lock()
+        for rank in self._ranks:
+            for source, target in (
+                (rank.process.stdout, sys.stdout),
+                (rank.process.stderr, sys.stderr),
+            ):
+                if source is not None:
+                    label = f"[{rank.rank}] ".encode()
+                    printer = threading.Thread(
+                        target=_print, args=(source, target.buffer, label, lock), daemon=True
+                    )
+                    printer.start()
+                    self._printers.append(printer)
+
+
+def _before_exec(parent: int, mask: Set[int]) -> Callable[[], None]:
+    """What a rank does before it becomes the program: lead a group, die with its parent, take
+    signals again.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        prctl(set_death_signal, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    return prepare
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To a rank and to what it has started: a rank leads a process group."""
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.killpg(process.pid, number)
+
+
+def _print(source: IO[bytes], target: IO[bytes], label: bytes, lock: threading.Lock) -> None:
+    for line in source:
+        with lock:
+            target.write(label + line.rstrip(b"\n") + b"\n")
+            target.flush()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _count(running: Sequence[int]) -> str:
+    return f"rank {running[0]}" if len(running) == 1 else f"{len(running)} ranks that still run"
+
+
+def _tell(text: str) -> None:
+    print(f"collectives run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,275 @@
+"""Schedules: what all ranks do in one collective, round by round. To look at, to verify, to cost, to draw, and to write.
+
+An algorithm written in Python is a generator of rounds:
+
+    @collectives.algorithm("all_reduce")
+    def my_ring(n):
+        for i in range(n - 1):
+            yield [Transfer(r, (r + 1) % n, chunk=(r - i) % n, reduce=True) for r in range(n)]
+        for i in range(n - 1):
+            yield [Transfer(r, (r + 1) % n, chunk=(r + 1 - i) % n) for r in range(n)]
+
+It is verified on first use, and then runs on every engine like those written in C++.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from . import _core
+from .errors import ScheduleError, UnsupportedError, did_you_mean
+
+
+class Transfer(NamedTuple):
+    """In one round `src` sends `chunk` to `dst`, which stores it, or with `reduce` combines it with its own.
+
+    All transfers of a round read what their ranks held when the round began. Transfers of one round with equal src, dst and
+    channel travel as one message. A chunk belongs to one channel.
+    """
+
+    src: int
+    dst: int
+    chunk: int
+    reduce: bool = False
+    channel: int = 0
+
+
+class AlgorithmInfo(NamedTuple):
+    """An algorithm: its name, how it works, when to use it and where it comes from (one line each)."""
+
+    name: str
+    summary: str
+    when: str
+    source: str
+
+
+class _Written(NamedTuple):
+    info: AlgorithmInfo
+    collective: str
+    rounds: Callable[..., Iterable[Iterable[Transfer]]]
+    chunks: Callable[[int], int] | None
+    supports: Callable[[int], bool | str]
+
+
+_written: dict[str, dict[str, _Written]] = {}  # name -> collective -> algorithm
+
+
+def algorithm(
+    collective: str,
+    *,
+    name: str | None = None,
+    chunks: Callable[[int], int] | None = None,
+    supports: Callable[[int], bool | str] = lambda n: True,
+    when: str = "",
+    source: str = "",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated generator of rounds as an algorithm for `collective`, under its own name unless `name` is given.
+
+    The generator is called with the number of ranks, and with `root=` too if it has such a parameter and the collective a root.
+    chunks      number of chunks for n ranks; otherwise what the transfers mention (at least n for collectives with blocks)
+    supports    True or False for n ranks, or the reason why not, as text
+    Its docstring's first line is the summary. Raises ValueError for an unknown collective or a name that C++ has.
+    """
+    if collective not in _core.collectives:
+        raise ValueError(
+            f"unknown collective {collective!r}; {did_you_mean(collective, _core.collectives)}"
+        )
+
+    def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
+        own = name or getattr(rounds, "__name__", "algorithm")
+        if any(a["name"] == own for a in _core.algorithms()):
+            raise ValueError(
+                f"there is an algorithm {own!r} in the core already; give yours another name="
+            )
+        summary = (inspect.getdoc(rounds) or "written in Python").splitlines()[0]
+        info = AlgorithmInfo(own, summary, when, source)
+        _written.setdefault(own, {})[collective] = _Written(
+            info, collective, rounds, chunks, supports
+        )
+        return rounds
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Takes back what `algorithm` registered under `name`. Communicators that ran it keep their copy."""
+    if _written.pop(name, None) is None:
+        raise ValueError(f"no algorithm {name!r} written in Python; {did_you_mean(name, _written)}")
+
+
+def algorithms(collective: str | None = None, nranks: int | None = None) -> list[AlgorithmInfo]:
+    """All registered algorithms, or those that can do `collective` (with `nranks` ranks on one node)."""
+    infos = [
+        AlgorithmInfo(a["name"], a["summary"], a["when"], a["source"]) for a in _core.algorithms()
+    ]
+    infos += [next(iter(by.values())).info for by in _written.values()]
+    if collective is None:
+        return infos
+    return [i for i in infos if not why_unsupported(i.name, collective, nranks or 4)]
+
+
+def is_written(name: str) -> bool:
+    """True for an algorithm that was registered from Python."""
+    return name in _written
+
+
+def why_unsupported(
+    name: str, collective: str, nranks: int, *, root: int = 0, node: Iterable[int] = ()
+) -> str:
+    """Why algorithm `name` cannot do `collective` with these ranks; "" if it can."""
+    by_collective = _written.get(name)
+    if by_collective is None:
+        return str(_core.why_unsupported(name, collective, nranks, root, list(node)))
+    written = by_collective.get(collective)
+    if written is None:
+        return f"{name} does {', '.join(by_collective)}, not {collective}"
+    answer = written.supports(nranks)
+    if isinstance(answer, str):
+        return answer
+    return "" if answer else f"{name} does not support {nranks} ranks"
+
+
+def schedule(
+    name: str, collective: str, nranks: int, *, root: int = 0, node: Iterable[int] = ()
+) -> Schedule:
+    """The schedule of an algorithm.
+
+    name        a registered algorithm, or a composition such as "hierarchical(direct_two_shot, ring)"
+    collective  "all_reduce", ...
+    nranks      number of ranks
+    root        for broadcast, reduce, gather, scatter
+    node        node of each rank; one node unless given
+
+    Raises ValueError for unknown names, UnsupportedError if the algorithm cannot do this, ScheduleError if one written in
+    Python is broken.
+    """
+    nodes = list(node)
+    if collective not in _core.collectives:
+        raise ValueError(
+            f"unknown collective {collective!r}; {did_you_mean(collective, _core.collectives)}"
+        )
+    if name in _written or nranks < 1:
+        why = (
+            why_unsupported(name, collective, nranks, root=root, node=nodes)
+            if nranks >= 1
+            else "there are no ranks"
+        )
+        if why:
+            raise UnsupportedError(f"{name} cannot do {collective} with {nranks} ranks: {why}")
+    if name in _written:
+        built = _build(_written[name][collective], nranks, root, nodes)
+        built.verify()
+        return built
+    known = [a.name for a in algorithms()]
+    if not name.startswith("hierarchical(") and name not in known:
+        raise ValueError(f"unknown algorithm {name!r}; {did_you_mean(name, known)}")
+    why = _core.why_unsupported(name, collective, nranks, root, nodes)
+    if why:
+        raise UnsupportedError(f"{name} cannot do {collective} with {nranks} ranks: {why}")
+    return Schedule(_core.build_schedule(name, collective, nranks, root, nodes))
+
+
+def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
+    takes_root = "root" in inspect.signature(written.rounds).parameters
+    generated = written.rounds(n, root=root) if takes_root else written.rounds(n)
+    rounds = [[tuple(Transfer(*t)) for t in transfers] for transfers in generated]
+    if root != 0 and not takes_root:
+        # Written for root 0: the others take its place in a circle.
+        blocked = written.collective in ("gather", "scatter")
+        turn = lambda r: (r + root) % n  # noqa: E731
+        per = max(1, (written.chunks(n) if written.chunks else n) // n)
+        move = (lambda c: turn(c // per) * per + c % per) if blocked else (lambda c: c)
+        rounds = [
+            [(turn(s), turn(d), move(c), red, ch) for s, d, c, red, ch in ts] for ts in rounds
+        ]
+    mentioned = max((t[2] for ts in rounds for t in ts), default=0) + 1
+    count = written.chunks(n) if written.chunks else mentioned
+    if written.chunks is None and written.collective in (
+        "reduce_scatter",
+        "all_gather",
+        "gather",
+        "scatter",
+    ):
+        count = -(-max(count, n) // n) * n
+    if written.collective == "all_to_all":
+        count = n * n
+    core = _core.Schedule(written.info.name, written.collective, n, count, rounds, root, node)
+    return Schedule(core)
+
+
+class Schedule:
+    """All rounds of one collective. Make one with `collectives.schedule`."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm."""
+        return str(self._core.algorithm)
+
+    @property
+    def collective(self) -> str:
+        """Name of the collective."""
+        return str(self._core.collective)
+
+    @property
+    def nranks(self) -> int:
+        """Number of ranks."""
+        return int(self._core.nranks)
+
+    @property
+    def nchunks(self) -> int:
+        """Number of chunks of the vector, or of all blocks together."""
+        return int(self._core.nchunks)
+
+    @property
+    def root(self) -> int:
+        """The root of a broadcast, reduce, gather or scatter."""
+        return int(self._core.root)
+
+    @property
+    def rounds(self) -> list[list[Transfer]]:
+        """The transfers, round by round."""
+        return [[Transfer(*t) for t in transfers] for transfers in self._core.rounds]
+
+    def verify(self) -> None:
+        """Follows every contribution; raises ScheduleError naming the round and the transfer that breaks the schedule."""
+        self._core.verify()
+        self._core.check_deadlock()
+
+    def cost(self) -> dict[str, float]:
+        """Steps, and what is sent and combined, in units of the whole vector.
+
+        steps messages on the longest chain; sent_max most that a rank sends; sent_total all ranks together; reduced_max
+        most that a rank combines; internode_sent_max most that a node sends to others; messages_max most messages of a rank.
+        """
+        return dict(self._core.cost())
+
+    def lowered(self, rank: int, order: str = "any") -> list[list[dict[str, Any]]]:
+        """The steps that `rank` runs, a list for each channel; order="rank" for the program that sums in rank order."""
+        return list(self._core.lowered(rank, order))
+
+    def draw(self, format: str = "text") -> str:
+        """A step diagram: "text" (rounds by ranks) or "svg"."""
+        from .drawing import draw
+
+        return draw(self, format)
+
+    def __repr__(self) -> str:
+        return f"<schedule {self.algorithm}: {self.collective} over {self.nranks} ranks, {len(self.rounds)} rounds, {self.nchunks} chunks>"
+
+
+__all__ = [
+    "AlgorithmInfo",
+    "Schedule",
+    "ScheduleError",
+    "Transfer",
+    "algorithm",
+    "algorithms",
+    "schedule",
+    "unregister",
+    "why_unsupported",
+]

@@ -1,0 +1,190 @@
+"""Choosing: which algorithm serves a call, and the sizes at which ways change. No other file holds a size threshold.
+
+`Tuner.choose` answers for one communicator: a forced rule (COLLECTIVES_ALGORITHM) first, then the table below. The entries come
+from `python -m collectives compare` on hosts with shared memory and with MPI between them; the model in `model.py`
+predicts times for `explain` and for sizes between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .. import _core
+from ..config import Rule
+from ..errors import TopologyError, did_you_mean
+
+# The largest size, as an open end.
+ANY_SIZE = (1 << 64) - 1
+
+
+class Choice(NamedTuple):
+    """`algorithm` serves calls of up to `limit` bytes."""
+
+    limit: int
+    algorithm: str
+
+
+def _shared_memory(collective: str, nranks: int) -> list[Choice]:
+    """All ranks share memory: one hop reaches everybody, so the direct algorithms win at every size."""
+    if collective == "all_reduce":
+        # Two ranks: one shot moves as many bytes as two and needs one hop less. More: two-shot divides the reductions.
+        if nranks == 2:
+            return [Choice(ANY_SIZE, "direct_one_shot")]
+        return [Choice(32 << 10, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot")]
+    if collective in ("reduce_scatter", "all_gather", "all_to_all"):
+        return [Choice(ANY_SIZE, "direct_two_shot")]
+    return [Choice(ANY_SIZE, "direct_one_shot")]
+
+
+def _one_rank_a_node(collective: str, nranks: int) -> list[Choice]:
+    """Every hop crosses a network: few messages while latency counts, few bytes after."""
+    return {
+        "all_reduce": [
+            Choice(16 << 10, "recursive_doubling"),
+            Choice(ANY_SIZE, "halving_doubling"),
+        ],
+        "reduce_scatter": [Choice(ANY_SIZE, "halving_doubling")],
+        "all_gather": [Choice(64 << 10, "bruck"), Choice(ANY_SIZE, "ring")],
+        "broadcast": [Choice(64 << 10, "binomial_tree"), Choice(ANY_SIZE, "double_binary_tree")],
+        "reduce": [Choice(64 << 10, "binomial_tree"), Choice(ANY_SIZE, "double_binary_tree")],
+        "gather": [Choice(ANY_SIZE, "binomial_tree")],
+        "scatter": [Choice(ANY_SIZE, "binomial_tree")],
+        "all_to_all": [Choice(2 << 10, "bruck"), Choice(ANY_SIZE, "direct_two_shot")],
+        "barrier": [Choice(ANY_SIZE, "recursive_doubling")],
+    }[collective]
+
+
+def _several_nodes(collective: str, nranks: int) -> list[Choice]:
+    """Nodes of several ranks: what crosses the network is reduced within the node first."""
+    composed = "hierarchical(direct_two_shot, halving_doubling)"
+    gathering = "hierarchical(direct_two_shot, ring)"
+    return {
+        "all_reduce": [Choice(16 << 10, "recursive_doubling"), Choice(ANY_SIZE, composed)],
+        "reduce_scatter": [Choice(ANY_SIZE, composed)],
+        "all_gather": [Choice(16 << 10, "bruck"), Choice(ANY_SIZE, gathering)],
+    }.get(collective) or _one_rank_a_node(collective, nranks)
+
+
+class Tuner:
+    """Chooses algorithms for one communicator.
+
+    node          node of each rank
+    one_region    True if all ranks share memory
+    rules         forced choices, from COLLECTIVES_ALGORITHM
+    """
+
+    def __init__(self, node: list[int], one_region: bool, rules: Iterable[Rule] = ()) -> None:
+        self.node = node
+        self.nranks = len(node)
+        self.one_region = one_region
+        self.rules = tuple(rules)
+        self._tables: dict[str, list[Choice]] = {}
+
+    def table(self, collective: str) -> list[Choice]:
+        """The choices for a collective, by rising size."""
+        table = self._tables.get(collective)
+        if table is None:
+            table = self._tables[collective] = self._merge(collective)
+        return table
+
+    def choose(self, collective: str, nbytes: int) -> str:
+        """The algorithm for a call of `nbytes` (of the whole vector, or of all blocks of one rank)."""
+        return next(c.algorithm for c in self.table(collective) if nbytes <= c.limit)
+
+    def reason(self, collective: str, nbytes: int) -> str:
+        """Why `choose` answers as it does, in words."""
+        for rule in self.rules:
+            if (
+                rule.collective == collective
+                and rule.low <= nbytes
+                and (rule.high is None or nbytes < rule.high)
+            ):
+                return f"forced by COLLECTIVES_ALGORITHM ({rule})"
+        if self.one_region:
+            return "all ranks share memory, so one hop reaches everybody"
+        if len(set(self.node)) == self.nranks:
+            return "each rank is on a node of its own, so every hop crosses the network"
+        return "several nodes of several ranks: data are combined within a node before they cross the network"
+
+    def _merge(self, collective: str) -> list[Choice]:
+        if self.one_region:
+            table = _shared_memory(collective, self.nranks)
+        elif len(set(self.node)) == self.nranks:
+            table = _one_rank_a_node(collective, self.nranks)
+        else:
+            table = _several_nodes(collective, self.nranks)
+        for rule in self.rules:
+            if rule.collective != collective:
+                continue
+            why = _core.why_unsupported(rule.algorithm, collective, self.nranks, 0, self.node)
+            if why:
+                raise TopologyError(
+                    f"COLLECTIVES_ALGORITHM asks for {rule.algorithm} as {collective}, but {why}"
+                )
+            table = _override(table, rule)
+        return table
+
+
+def _override(table: list[Choice], rule: Rule) -> list[Choice]:
+    """`table` with `rule` laid over it."""
+    edges = sorted(
+        {c.limit for c in table}
+        | {rule.low - 1}
+        | ({rule.high - 1} if rule.high is not None else set())
+    )
+    merged: list[Choice] = []
+    for edge in edges:
+        if edge < 0:
+            continue
+        inside = edge >= rule.low and (rule.high is None or edge < rule.high)
+        algorithm = (
+            rule.algorithm if inside else next(c.algorithm for c in table if edge <= c.limit)
+        )
+        if merged and merged[-1].algorithm == algorithm:
+            merged[-1] = Choice(edge, algorithm)
+        else:
+            merged.append(Choice(edge, algorithm))
+    return merged
+
+
+def host_tuning(nranks: int) -> _core.HostTuning:
+    """Sizes for the host engine with `nranks` ranks on a node; see csrc/direct_host.hpp for what each means."""
+    tuning = _core.HostTuning()
+    tuning.lines_max = 1152
+    tuning.chunk_bytes = 128 << 10
+    tuning.nontemporal_min = 8 << 20
+    tuning.symmetric_min = 32 << 10
+    tuning.spins = 2000
+    tuning.lanes = 2
+    tuning.segment_bytes = 128 << 10
+    return tuning
+
+
+class RegionSizes(NamedTuple):
+    """Slots of a node's shared segment, in bytes. Pages are taken only when a slot is first used."""
+
+    fifo_slot: int
+    fifo_depth: int
+    stage_slot: int
+    stage_depth: int
+
+
+def region_sizes(nranks: int) -> RegionSizes:
+    """Slots for a node of `nranks` ranks: large for few ranks, and at most about 1 GiB in all for many."""
+    pairs = max(1, nranks * (nranks - 1))
+    fifo_slot = 256 << 10
+    while fifo_slot > 16 << 10 and fifo_slot * 4 * 10 * pairs > 1 << 30:
+        fifo_slot //= 2
+    stage_slot = min(1 << 20, max(256 << 10, nranks * (128 << 10)))
+    return RegionSizes(fifo_slot, 4, stage_slot, 4)
+
+
+def known_algorithm(name: str, known: Iterable[str]) -> None:
+    """Raises ValueError for a name that is neither registered nor a composition of registered ones."""
+    names = list(known)
+    for part in name.replace("(", ",").replace(")", "").split(","):
+        if part.strip() and part.strip() not in names:
+            raise ValueError(
+                f"unknown algorithm {part.strip()!r}; {did_you_mean(part.strip(), names)}"
+            )

@@ -1,0 +1,145 @@
+"""What an asynchronous call returns: a Work to wait for, to ask, or to await."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import Any
+
+from .errors import CollectiveError, DeadlineError
+
+
+class Work(ABC):
+    """An asynchronous call. Its arrays must not be touched until it is done.
+
+    `await work` gives its result too.
+    """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True when the call has ended, well or not."""
+
+    @abstractmethod
+    def _wait(self, timeout: float | None) -> bool: ...
+
+    @abstractmethod
+    def _finish(self) -> Any:
+        """The result of an ended call; raises its error."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits up to `timeout` seconds (without: as long as the communicator's own deadline allows) and returns the result.
+
+        Raises what the call raised; DeadlineError if it is not done by then (it goes on).
+        """
+        if not self._wait(timeout):
+            raise DeadlineError(f"the call is not done after {timeout:g} s; it goes on")
+        return self._finish()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The same as `wait`."""
+        return self.wait(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits like `wait`; returns the call's error, None if there is none."""
+        if not self._wait(timeout):
+            raise DeadlineError(f"the call is not done after {timeout:g} s; it goes on")
+        try:
+            self._finish()
+        except Exception as error:  # this is what was asked for
+            return error
+        return None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        pause = 0.0
+        while not self.done():
+            yield from asyncio.sleep(pause).__await__()
+            pause = min(1e-3, pause + 2e-5)
+        return self._finish()
+
+
+class QueuedWork(Work):
+    """A collective in the communicator's queue."""
+
+    def __init__(self, core: Any, result: Callable[[], Any], keep: tuple[Any, ...]) -> None:
+        self._core = core
+        self._result = result
+        self._keep: tuple[Any, ...] | None = keep
+
+    def done(self) -> bool:
+        return bool(self._core.done())
+
+    def _wait(self, timeout: float | None) -> bool:
+        return bool(self._core.wait(-1.0 if timeout is None else timeout))
+
+    def _finish(self) -> Any:
+        self._core.raise_error()
+        self._keep = None
+        return self._result()
+
+
+class TransferWork(Work):
+    """Sends and receives that are under way."""
+
+    def __init__(self, core: Any, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...]) -> None:
+        self._core = core
+        self.posted = posted
+        self._result = result
+        self._keep = keep
+
+    def done(self) -> bool:
+        return all(self._core.transfer_done(p) for p in self.posted)
+
+    def _wait(self, timeout: float | None) -> bool:
+        if timeout is None:
+            self._core.wait(self.posted)
+            return True
+        end = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() > end:
+                return False
+            time.sleep(5e-5)
+        return True
+
+    def _finish(self) -> Any:
+        self._core.wait(self.posted)
+        return self._result()
+
+
+class CompletedWork(Work):
+    """A call that was over before it returned."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def done(self) -> bool:
+        return True
+
+    def _wait(self, timeout: float | None) -> bool:
+        return True
+
+    def _finish(self) -> Any:
+        return self._value
+
+
+class GroupWork(Work):
+    """A call inside a group: done when the group has ended."""
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._done = False
+
+    def complete(self, value: Any) -> None:
+        self._value, self._done = value, True
+
+    def done(self) -> bool:
+        return self._done
+
+    def _wait(self, timeout: float | None) -> bool:
+        if not self._done:
+            raise CollectiveError("this call runs when its group() ends: wait after the with block")
+        return True
+
+    def _finish(self) -> Any:
+        return self._value

@@ -1,0 +1,196 @@
+// The core's communicator: one rank's end of a group of ranks that call collectives together.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "direct_host.hpp"
+#include "engine_host.hpp"
+#include "errors.hpp"
+#include "gate.hpp"
+#include "point_to_point.hpp"
+#include "schedule.hpp"
+#include "transport_mpi.hpp"
+#include "transport_shm.hpp"
+
+namespace collectives {
+
+struct CommunicatorConfig {
+  int rank = 0;
+  int nranks = 1;
+  std::vector<int> node;              // node of each rank
+  std::vector<int> local_of;          // index in this rank's region, -1: not reached by shared memory
+  std::shared_ptr<Region> region;     // none where no other rank shares memory
+  std::shared_ptr<MpiTransport> mpi;  // none where all ranks share a region
+  bool threads = false;               // the ranks are threads of this process
+  HostTuning tuning;
+  double timeout_s = 300;
+};
+
+// What a blocking or queued operation ends with.
+class Work {
+ public:
+  bool done() const;
+  // Waits; false if it is not done after `seconds` (negative: no limit).
+  bool wait(double seconds);
+  std::exception_ptr error() const;
+
+ private:
+  friend class Communicator;
+  void finish(std::exception_ptr error);
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+class Communicator : public Watch {
+ public:
+  static constexpr int kChannels = 10;  // FIFOs between a pair: 8 for programs, one for control, one for send and recv
+
+  explicit Communicator(CommunicatorConfig config);
+  ~Communicator() override;
+
+  int rank() const { return config_.rank; }
+  int size() const { return config_.nranks; }
+  const CommunicatorConfig& config() const { return config_; }
+  HostTuning& tuning() { return config_.tuning; }
+  bool one_region() const { return direct_ != nullptr; }
+  std::string transports() const;
+  std::uint64_t calls() const { return calls_; }
+
+  // A number for an algorithm name, to be used in run().
+  int intern(const std::string& algorithm);
+  // Gives the schedule of an algorithm that the registry does not know.
+  void define(const std::string& algorithm, const Schedule& schedule);
+
+  struct Options {
+    int algorithm = 0;
+    Order order = Order::any;
+    double factor[2] = {1, 0};  // premul_sum
+  };
+  // Runs the call on the calling thread, behind asynchronous calls that are still queued.
+  void run(const Call& call, const Options& options);
+  // Queues the call; the arrays must live until the work is done.
+  std::shared_ptr<Work> submit(Call call, Options options);
+
+  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes, bool background);
+  PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes, bool background);
+  // Until all are done; throws the first error.
+  void wait(const std::vector<PostedTransfer>& posted);
+  bool done(const PostedTransfer& t) { return p2p_->done(t); }
+
+  // Symmetric memory: this rank's part, then everybody's.
+  std::string make_segment(std::size_t bytes);
+  std::byte* open_segment(std::uint64_t id, std::size_t bytes, const std::vector<std::string>& handles);
+  void release_segment(std::uint64_t id);
+
+  void abort(const std::string& reason);
+  // Leaves the group: later calls raise, peers that wait for this rank are told.
+  void close();
+  bool closed() const { return closed_; }
+  bool broken() const { return broken_; }
+
+  // Installed by the bindings: the GIL is given up while a wait is slow, and signals are looked at.
+  static std::function<void*()> on_enter_slow;
+  static std::function<void(void*)> on_leave_slow;
+  static std::function<void(void*&)> on_tick;
+
+ private:
+  struct ProgramKey {
+    int algorithm;
+    Collective collective;
+    int root;
+    Order order;
+    auto tie() const { return std::tie(algorithm, collective, root, order); }
+    bool operator<(const ProgramKey& o) const { return tie() < o.tie(); }
+  };
+  struct PlanKey {
+    ProgramKey program;
+    Dtype dtype;
+    std::uint64_t count, block;
+    bool operator<(const PlanKey& o) const {
+      return std::tie(program, dtype, count, block) < std::tie(o.program, o.dtype, o.count, o.block);
+    }
+  };
+  struct Lowered {
+    std::shared_ptr<const RankProgram> program;
+    int nchunks = 1;
+  };
+  struct Mapping;
+
+  void check(const Where& where, std::chrono::steady_clock::time_point since) override;
+  void enter_slow() override;
+  void leave_slow() override;
+  [[noreturn]] void fail(ErrorKind kind, const std::string& text);
+
+  void give_up(const std::string& reason);
+  void execute(const Call& call, const Options& options);
+  void dispatch(const Call& call, const Options& options);
+  void run_general(const Call& call, const Options& options, const Signature& signature, std::uint64_t hash);
+  void run_alone(const Call& call, const Options& options);
+  std::uint64_t agree(const Signature& signature, std::uint64_t hash, std::uint64_t amount);
+  const Lowered& lowered(const ProgramKey& key);
+  Signature sign(const Call& call, const Options& options) const;
+  void check_open() const;
+  void worker();
+  void wake_worker();
+
+  CommunicatorConfig config_;
+  std::vector<int> numbers_;  // rank number of each local rank
+  std::unique_ptr<ShmTransport> shm_;
+  Links links_;
+  Doorbell lonely_doorbell_;
+  std::unique_ptr<Waiter> waiter_;
+  std::unique_ptr<Waiter> p2p_waiter_;
+  std::unique_ptr<Gate> gate_;
+  std::unique_ptr<DirectHost> direct_;
+  std::unique_ptr<HostEngine> engine_;
+  std::unique_ptr<PointToPoint> p2p_;
+
+  std::vector<std::string> names_;
+  std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
+  std::map<ProgramKey, Lowered> programs_;
+  std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
+  std::uint64_t control_calls_ = 0;
+  std::uint64_t calls_ = 0;
+
+  std::vector<SymmetricSegment> segments_;
+  std::map<std::uint64_t, std::shared_ptr<Mapping>> mappings_;
+  std::shared_ptr<Mapping> pending_segment_;
+
+  std::vector<int> pidfds_;  // by local rank
+  std::chrono::steady_clock::time_point last_poll_{};
+  int closed_seen_ = 0;
+
+  std::atomic<bool> busy_{false};
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> broken_{false};
+  std::atomic<bool> aborted_{false};
+  std::string broken_reason_;
+
+  std::mutex queue_mutex_;
+  std::condition_variable queue_changed_;
+  struct Job {
+    Call call;
+    Options options;
+    std::shared_ptr<Work> work;
+  };
+  std::deque<Job> queue_;
+  bool working_ = false;
+  bool background_p2p_ = false;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace collectives

@@ -1,0 +1,218 @@
+#include "engine_host.hpp"
+
+#include <cstring>
+#include <map>
+#include <set>
+
+#include "errors.hpp"
+
+namespace collectives {
+namespace {
+
+Finish finish_of(const Piece& piece, const Call& call, int nranks) {
+  Finish finish;
+  if (piece.complete && call.op == Op::avg) finish.divisor = nranks;
+  return finish;
+}
+
+}  // namespace
+
+HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call, const Links& links, int lanes,
+                   int nranks)
+    : program_(std::move(program)), layout_(std::move(layout)), element_(size_of(call.dtype)), nranks_(nranks) {
+  lanes_ = static_cast<int>(std::min<std::uint64_t>(lanes, layout_.segments()));
+  cell_bytes_ = (layout_.segment() * element_ + 63) / 64 * 64;
+  std::map<RecvPort*, std::uint64_t> expected;
+  std::set<SendPort*> senders;
+  std::set<Transport*> transports;
+  const int channels = static_cast<int>(program_->channels.size());
+  for (int lane = 0; lane < lanes_; ++lane) {
+    const std::uint64_t passes = (layout_.segments() - lane + lanes_ - 1) / lanes_;
+    for (int c = 0; c < channels; ++c) {
+      Strand strand{&program_->channels[c], {}, lane, lane * channels + c, scratch_bytes_};
+      if (strand.program->steps.empty()) continue;
+      scratch_bytes_ += cell_bytes_ * program_->scratch_cells;
+      for (const Step& step : strand.program->steps) {
+        BoundStep bound{&step, nullptr, nullptr};
+        if (step.recv_peer >= 0) {
+          bound.from = &links.to[step.recv_peer]->recv_port(step.recv_peer, strand.channel);
+          expected[bound.from] += passes;
+          transports.insert(links.to[step.recv_peer]);
+        }
+        if (step.send_peer >= 0) {
+          bound.to = &links.to[step.send_peer]->send_port(step.send_peer, strand.channel);
+          senders.insert(bound.to);
+          transports.insert(links.to[step.send_peer]);
+        }
+        strand.steps.push_back(bound);
+      }
+      strands_.push_back(std::move(strand));
+    }
+  }
+  expected_.assign(expected.begin(), expected.end());
+  senders_.assign(senders.begin(), senders.end());
+  transports_.assign(transports.begin(), transports.end());
+}
+
+void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
+  call_ = &call;
+  tag_ = tag;
+  reduce_ = reduces(call.collective) ? reduce_fn({call.dtype, call.op == Op::avg ? Op::avg : call.op}) : nullptr;
+  if (scratch_.size() < plan.scratch_bytes_) scratch_.resize(plan.scratch_bytes_);
+  for (auto& strand : plan.strands_) {
+    strand.at = 0;
+    strand.segment = strand.lane;
+  }
+  unfinished_ = plan.strands_.size();
+  for (const auto& [port, messages] : plan.expected_) port->expect(messages);
+  const auto where = [&plan] {
+    for (const auto& strand : plan.strands_) {
+      if (strand.at == strand.steps.size()) continue;
+      const Step& step = *strand.steps[strand.at].step;
+      Where w;
+      w.phase = step.recv_peer >= 0 ? "a message" : "a free slot";
+      w.peer = step.recv_peer >= 0 ? step.recv_peer : step.send_peer;
+      w.channel = strand.channel;
+      w.step = static_cast<int>(strand.at);
+      w.round = step.round;
+      w.expected = strand.segment;
+      return w;
+    }
+    return Where{};
+  };
+  while (unfinished_ > 0) waiter_.until([&] { return poll(plan); }, where);
+  for (SendPort* port : plan.senders_) {
+    waiter_.until(
+        [&] {
+          for (Transport* t : plan.transports_) t->progress();
+          return port->flushed();
+        },
+        where);
+  }
+}
+
+bool HostEngine::poll(HostPlan& plan) {
+  bool moved = false;
+  for (Transport* t : plan.transports_) t->progress();
+  for (auto& strand : plan.strands_) {
+    while (strand.at < strand.steps.size() && advance(plan, strand)) {
+      moved = true;
+      if (++strand.at < strand.steps.size()) continue;
+      strand.segment += plan.lanes_;
+      if (strand.segment < plan.layout_.segments())
+        strand.at = 0;
+      else
+        --unfinished_;
+    }
+  }
+  return moved;
+}
+
+std::byte* HostEngine::address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece, const Place& place) const {
+  switch (place.space) {
+    case Space::input:
+      return const_cast<std::byte*>(call_->input) + plan.layout_.input(piece.chunk, strand.segment).offset * plan.element_;
+    case Space::output:
+      return call_->output + plan.layout_.output(piece.chunk, strand.segment).offset * plan.element_;
+    case Space::scratch:
+      return const_cast<std::byte*>(scratch_.data()) + strand.scratch + place.index * plan.cell_bytes_;
+    case Space::none:
+      break;
+  }
+  return nullptr;
+}
+
+void HostEngine::check_message(const HostPlan::Strand& strand, const Step& step, const Header& header, std::uint64_t expected) const {
+  if (header.tag == tag_ && header.bytes == expected) return;
+  throw Error(ErrorKind::mismatch,
+              "a message from rank " + std::to_string(step.recv_peer) + " on channel " + std::to_string(strand.channel) +
+                  " in round " + std::to_string(step.round) + " belongs to another call or has " + std::to_string(header.bytes) +
+                  " bytes instead of " + std::to_string(expected) + ": the ranks no longer run the same calls");
+}
+
+// One step of a strand for its segment; false if data or a slot are missing yet.
+bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
+  const HostPlan::BoundStep& bound = strand.steps[strand.at];
+  const Step& step = *bound.step;
+  const Piece* first = strand.program->pieces.data() + step.first_piece;
+  const Piece* last = first + step.npieces;
+  const std::uint64_t s = strand.segment;
+  const std::size_t element = plan.element_;
+
+  switch (step.kind) {
+    case StepKind::send: {
+      std::size_t total = 0;
+      for (const Piece* p = first; p != last; ++p) total += plan.layout_.length(p->chunk, s) * element;
+      char* slot = bound.to->acquire(total);
+      if (slot == nullptr) return false;
+      std::size_t at = 0;
+      for (const Piece* p = first; p != last; ++p) {
+        const std::size_t bytes = plan.layout_.length(p->chunk, s) * element;
+        if (bytes != 0) std::memcpy(slot + at, address(plan, strand, *p, p->src), bytes);
+        at += bytes;
+      }
+      bound.to->commit({static_cast<std::uint32_t>(total), 0, tag_});
+      return true;
+    }
+
+    case StepKind::recv:
+    case StepKind::recv_send: {
+      Header header;
+      const char* message = bound.from->peek(&header);
+      if (message == nullptr) return false;
+      std::size_t total = 0;
+      for (const Piece* p = first; p != last; ++p) total += plan.layout_.length(p->chunk, s) * element;
+      check_message(strand, step, header, total);
+      char* slot = nullptr;
+      if (step.kind == StepKind::recv_send) {
+        slot = bound.to->acquire(total);
+        if (slot == nullptr) return false;
+      }
+      std::size_t at = 0;
+      for (const Piece* p = first; p != last; ++p) {
+        const std::uint64_t count = plan.layout_.length(p->chunk, s);
+        const std::size_t bytes = count * element;
+        if (bytes == 0) continue;
+        void* outs[2];
+        int nouts = 0;
+        if (slot != nullptr) outs[nouts++] = slot + at;
+        if (std::byte* kept = address(plan, strand, *p, p->dst)) outs[nouts++] = kept;
+        if (p->reduce) {
+          const void* own = address(plan, strand, *p, p->src);
+          const void* operands[2] = {own, message + at};
+          if (p->incoming_first) std::swap(operands[0], operands[1]);
+          reduce_(outs, nouts, operands, 2, count, finish_of(*p, *call_, plan.nranks_));
+        } else {
+          for (int i = 0; i < nouts; ++i) std::memcpy(outs[i], message + at, bytes);
+        }
+        at += bytes;
+      }
+      bound.from->release();
+      if (slot != nullptr) bound.to->commit({static_cast<std::uint32_t>(total), 0, tag_});
+      return true;
+    }
+
+    case StepKind::copy:
+      for (const Piece* p = first; p != last; ++p) {
+        std::byte* to = address(plan, strand, *p, p->dst);
+        const std::byte* from = address(plan, strand, *p, p->src);
+        const std::size_t bytes = plan.layout_.length(p->chunk, s) * element;
+        if (to != from && bytes != 0) std::memcpy(to, from, bytes);
+      }
+      return true;
+
+    case StepKind::combine: {
+      const std::uint64_t count = plan.layout_.length(first->chunk, s);
+      if (count == 0) return true;
+      std::vector<const void*> operands;
+      operands.reserve(step.npieces);
+      for (const Piece* p = first; p != last; ++p) operands.push_back(address(plan, strand, *p, p->src));
+      void* out = address(plan, strand, *first, first->dst);
+      reduce_(&out, 1, operands.data(), step.npieces, count, finish_of(*first, *call_, plan.nranks_));
+      return true;
+    }
+  }
+  return true;
+}
+
+}  // namespace collectives

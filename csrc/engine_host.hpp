@@ -1,0 +1,86 @@
+// The host engine: runs any rank program over any transport.
+//
+// A *strand* is one channel of the program on one lane: its own program counter, FIFOs and scratch cells. The engine polls
+// the strands round robin; each runs its steps in order for its segments, and goes as far as arrived data and
+// free slots allow. Strands of a call are what overlaps: two trees, or the up phase of one segment with the down phase
+// of another.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "layout.hpp"
+#include "plan.hpp"
+#include "reduce.hpp"
+#include "transport.hpp"
+#include "wait.hpp"
+
+namespace collectives {
+
+// How to reach peers: the transport of each (nullptr for oneself).
+struct Links {
+  std::vector<Transport*> to;
+  std::size_t slot_bytes = 0;  // the smallest of any transport of any rank: the same on all ranks
+  int max_channels = 1;        // FIFO channels there are for programs
+};
+
+// A program bound to its links and byte layout: what runs, and runs again.
+class HostPlan {
+ public:
+  HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call, const Links& links, int lanes, int nranks);
+
+  std::uint64_t segments() const { return layout_.segments(); }
+  int strands() const { return static_cast<int>(strands_.size()); }
+  std::size_t scratch_bytes() const { return scratch_bytes_; }
+
+ private:
+  friend class HostEngine;
+  struct BoundStep {
+    const Step* step;
+    RecvPort* from;
+    SendPort* to;
+  };
+  struct Strand {
+    const Program* program;
+    std::vector<BoundStep> steps;
+    int lane;
+    int channel;          // FIFO channel
+    std::size_t scratch;  // offset of its cells
+    // Run state.
+    std::size_t at = 0;
+    std::uint64_t segment = 0;
+  };
+
+  std::shared_ptr<const RankProgram> program_;
+  Layout layout_;
+  std::vector<Strand> strands_;
+  std::vector<std::pair<RecvPort*, std::uint64_t>> expected_;
+  std::vector<SendPort*> senders_;
+  std::vector<Transport*> transports_;
+  std::size_t cell_bytes_ = 0, scratch_bytes_ = 0;
+  std::size_t element_ = 1;
+  int lanes_ = 1, nranks_ = 1;
+};
+
+class HostEngine {
+ public:
+  explicit HostEngine(Waiter& waiter) : waiter_(waiter) {}
+
+  // Runs the call. `tag` identifies it in messages; a message with another tag is a protocol error.
+  void run(HostPlan& plan, const Call& call, std::uint64_t tag);
+
+ private:
+  bool poll(HostPlan& plan);
+  bool advance(HostPlan& plan, HostPlan::Strand& strand);
+  std::byte* address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece, const Place& place) const;
+  void check_message(const HostPlan::Strand& strand, const Step& step, const Header& header, std::uint64_t expected) const;
+
+  Waiter& waiter_;
+  std::vector<std::byte> scratch_;
+  const Call* call_ = nullptr;
+  ReduceFn reduce_ = nullptr;
+  std::uint64_t tag_ = 0;
+  std::size_t unfinished_ = 0;
+};
+
+}  // namespace collectives

@@ -1,0 +1,179 @@
+#include "point_to_point.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "errors.hpp"
+
+namespace collectives {
+namespace {
+
+// Header::tag of a slice: the message's length and dtype. Header::user: the user's tag.
+std::uint64_t pack(std::size_t bytes, Dtype dtype) { return static_cast<std::uint64_t>(bytes) << 8 | static_cast<std::uint64_t>(dtype); }
+std::size_t bytes_of(std::uint64_t tag) { return tag >> 8; }
+Dtype dtype_of(std::uint64_t tag) { return static_cast<Dtype>(tag & 0xff); }
+
+}  // namespace
+
+PostedTransfer PointToPoint::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes) {
+  auto t = std::make_shared<TransferState>();
+  t->peer = peer;
+  t->tag = tag;
+  t->dtype = dtype;
+  t->source = static_cast<const std::byte*>(data);
+  t->bytes = bytes;
+  std::lock_guard lock(mutex_);
+  Peer& p = peers_[peer];
+  if (peer == me_) {  // to oneself: a copy
+    Stashed s{tag, dtype, {}, bytes, bytes};
+    s.data.assign(t->source, t->source + bytes);
+    p.stash.push_back(std::move(s));
+    t->done = true;
+    match_stash(peer, p);
+    return t;
+  }
+  p.sends.push_back(t);
+  progress_sends(peer, p);
+  return t;
+}
+
+PostedTransfer PointToPoint::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes) {
+  auto t = std::make_shared<TransferState>();
+  t->peer = peer;
+  t->tag = tag;
+  t->dtype = dtype;
+  t->target = static_cast<std::byte*>(data);
+  t->bytes = bytes;
+  std::lock_guard lock(mutex_);
+  Peer& p = peers_[peer];
+  p.recvs.push_back(t);
+  match_stash(peer, p);
+  return t;
+}
+
+bool PointToPoint::done(const PostedTransfer& t) {
+  std::lock_guard lock(mutex_);
+  return t->done;
+}
+
+bool PointToPoint::idle() {
+  std::lock_guard lock(mutex_);
+  for (const auto& [peer, p] : peers_)
+    if (!p.sends.empty() || !p.recvs.empty() || p.receiving || p.stashing) return false;
+  return true;
+}
+
+bool PointToPoint::progress() {
+  std::lock_guard lock(mutex_);
+  bool moved = false;
+  for (auto& [peer, p] : peers_) {
+    if (peer == me_) continue;
+    if (!p.sends.empty()) moved |= progress_sends(peer, p);
+    if (!p.recvs.empty() || p.receiving || p.stashing) moved |= progress_recvs(peer, p);
+  }
+  return moved;
+}
+
+bool PointToPoint::progress_sends(int peer, Peer& p) {
+  SendPort& port = links_.to[peer]->send_port(peer, channel_);
+  bool any = false;
+  while (!p.sends.empty()) {
+    TransferState& t = *p.sends.front();
+    const std::size_t part = std::min(links_.slot_bytes, t.bytes - t.moved);
+    if (t.moved < t.bytes || t.bytes == 0) {
+      char* slot = port.acquire(part);
+      if (slot == nullptr) break;
+      if (part != 0) std::memcpy(slot, t.source + t.moved, part);
+      port.commit({static_cast<std::uint32_t>(part), t.tag, pack(t.bytes, t.dtype)});
+      t.moved += part;
+      any = true;
+    }
+    if (t.moved == t.bytes) {
+      t.done = true;
+      p.sends.pop_front();
+    }
+  }
+  if (!p.sends.empty()) links_.to[peer]->progress();
+  return any;
+}
+
+void PointToPoint::check_match(int peer, TransferState& t, Dtype dtype, std::size_t total) {
+  if (total == t.bytes && dtype == t.dtype) return;
+  const auto words = [](std::size_t bytes, Dtype d) {
+    return std::to_string(bytes / size_of(d)) + " x " + std::string{name_of(d)} + " (" + std::to_string(bytes) + " bytes)";
+  };
+  t.discard = true;
+  t.error = std::make_exception_ptr(
+      Error(ErrorKind::mismatch, "recv from rank " + std::to_string(peer) + " with tag " + std::to_string(t.tag) + " expects " +
+                                     words(t.bytes, t.dtype) + ", but rank " + std::to_string(peer) + " sent " + words(total, dtype) +
+                                     ". The message was dropped"));
+}
+
+bool PointToPoint::match_stash(int peer, Peer& p) {
+  bool any = false;
+  for (auto r = p.recvs.begin(); r != p.recvs.end();) {
+    const auto s = std::find_if(p.stash.begin(), p.stash.end(), [&](const Stashed& x) { return x.tag == (*r)->tag; });
+    if (s == p.stash.end() || s->moved != s->total) {
+      ++r;
+      continue;
+    }
+    check_match(peer, **r, s->dtype, s->total);
+    if (!(*r)->discard && s->total != 0) std::memcpy((*r)->target, s->data.data(), s->total);
+    (*r)->done = true;
+    p.stash.erase(s);
+    r = p.recvs.erase(r);
+    any = true;
+  }
+  return any;
+}
+
+bool PointToPoint::progress_recvs(int peer, Peer& p) {
+  RecvPort& port = links_.to[peer]->recv_port(peer, channel_);
+  bool any = false;
+  while (!p.recvs.empty() || p.receiving || p.stashing) {
+    if (!p.listening) {
+      port.expect(1);
+      p.listening = true;
+    }
+    Header header;
+    const char* slice = port.peek(&header);
+    if (slice == nullptr) {
+      links_.to[peer]->progress();
+      break;
+    }
+    const std::size_t total = bytes_of(header.tag);
+    if (!p.receiving && p.stashing == nullptr) {  // the first slice of a message
+      const auto r = std::find_if(p.recvs.begin(), p.recvs.end(), [&](const PostedTransfer& t) { return t->tag == header.user; });
+      if (r != p.recvs.end()) {
+        p.receiving = *r;
+        p.recvs.erase(r);
+        check_match(peer, *p.receiving, dtype_of(header.tag), total);
+      } else {
+        p.stash.push_back({header.user, dtype_of(header.tag), std::vector<std::byte>(total), total, 0});
+        p.stashing = &p.stash.back();
+      }
+    }
+    if (p.receiving) {
+      TransferState& t = *p.receiving;
+      if (!t.discard && header.bytes != 0) std::memcpy(t.target + t.moved, slice, header.bytes);
+      t.moved += header.bytes;
+      if (t.moved == total) {
+        t.done = true;
+        p.receiving.reset();
+      }
+    } else {
+      if (header.bytes != 0) std::memcpy(p.stashing->data.data() + p.stashing->moved, slice, header.bytes);
+      p.stashing->moved += header.bytes;
+      if (p.stashing->moved == total) {
+        p.stashing = nullptr;
+        match_stash(peer, p);
+      }
+    }
+    port.release();
+    p.listening = false;
+    any = true;
+  }
+  return any;
+}
+
+}  // namespace collectives

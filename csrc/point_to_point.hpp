@@ -1,0 +1,76 @@
+// send and recv with tags over the FIFOs of a transport.
+//
+// A message is cut into slices of one slot; slices of one message follow each other. A message waits in the FIFO until a matching
+// receive is posted (so memory stays bounded and a sender of more than the FIFO holds waits for its receiver); it is
+// set aside only when a receive with another tag is posted behind it. Receives match in order of posting.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine_host.hpp"
+#include "types.hpp"
+
+namespace collectives {
+
+struct TransferState {  // one posted operation
+  int peer = 0;
+  std::uint32_t tag = 0;
+  Dtype dtype = Dtype::uint8;
+  const std::byte* source = nullptr;  // send
+  std::byte* target = nullptr;        // recv
+  std::size_t bytes = 0;
+  std::size_t moved = 0;
+  bool discard = false;  // sizes differ: the message is read and dropped
+  bool done = false;
+  std::exception_ptr error;
+};
+using PostedTransfer = std::shared_ptr<TransferState>;
+
+class PointToPoint {
+ public:
+  PointToPoint(const Links& links, int me, int channel) : links_(links), me_(me), channel_(channel) {}
+
+  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes);
+  PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes);
+  // Moves what can be moved; true if anything did. Any thread.
+  bool progress();
+  bool done(const PostedTransfer& t);
+  bool idle();
+
+ private:
+  struct Stashed {
+    std::uint32_t tag;
+    Dtype dtype;
+    std::vector<std::byte> data;
+    std::size_t total;
+    std::size_t moved;
+  };
+  struct Peer {
+    std::deque<PostedTransfer> sends;
+    std::list<PostedTransfer> recvs;
+    std::list<Stashed> stash;
+    PostedTransfer receiving;      // its message is arriving
+    Stashed* stashing = nullptr;   // or this one
+    bool listening = false;        // a receive of one message is announced to the transport
+  };
+
+  bool progress_sends(int peer, Peer& p);
+  bool progress_recvs(int peer, Peer& p);
+  bool match_stash(int peer, Peer& p);
+  void check_match(int peer, TransferState& t, Dtype dtype, std::size_t total);
+
+  const Links& links_;
+  int me_, channel_;
+  std::mutex mutex_;
+  std::map<int, Peer> peers_;
+};
+
+}  // namespace collectives

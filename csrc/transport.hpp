@@ -1,0 +1,55 @@
+// What an engine needs of a transport: FIFOs of slots between pairs of ranks, one per channel and direction.
+//
+// A port is used by one thread at a time. Nothing here blocks: an engine polls, and waits with its own policy.
+// Messages arrive in the order in which they were committed, whole, at most `slot_bytes` long.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+namespace collectives {
+
+// A message's header: `tag` tells calls apart (the engine puts the hash of the call's signature there).
+struct Header {
+  std::uint32_t bytes = 0;
+  std::uint32_t user = 0;   // free for the caller: point-to-point tags, flags
+  std::uint64_t tag = 0;
+};
+
+class SendPort {
+ public:
+  virtual ~SendPort() = default;
+  // Memory for the next message, of `bytes`; nullptr while the FIFO is full.
+  virtual char* acquire(std::size_t bytes) = 0;
+  // Hands the acquired message over.
+  virtual void commit(const Header& header) = 0;
+  // True when the peer or the network has taken all committed messages, so that buffers may be reused.
+  virtual bool flushed() = 0;
+};
+
+class RecvPort {
+ public:
+  virtual ~RecvPort() = default;
+  // Tells how many messages the current call will bring, so that receives can be posted ahead.
+  virtual void expect(std::uint64_t messages) = 0;
+  // The oldest message, nullptr while there is none. Valid until release().
+  virtual const char* peek(Header* header) = 0;
+  virtual void release() = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual std::string_view name() const = 0;        // "threads", "shm", "mpi"
+  virtual std::size_t slot_bytes() const = 0;
+  virtual int depth() const = 0;                    // messages a FIFO holds
+  // Ports are made on first use and live as long as the transport.
+  virtual SendPort& send_port(int peer, int channel) = 0;
+  virtual RecvPort& recv_port(int peer, int channel) = 0;
+  // Moves what needs a push (MPI progress); cheap where nothing does.
+  virtual void progress() {}
+};
+
+}  // namespace collectives

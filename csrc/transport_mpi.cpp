@@ -1,0 +1,368 @@
+#include "transport_mpi.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "errors.hpp"
+
+namespace collectives {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kPoisonTag = 0;
+constexpr std::size_t kPoisonBytes =
+    2048;  // below every MPI's eager limit, so it leaves without the peer's help
+constexpr auto kCloseWait = std::chrono::seconds(1);
+
+constexpr int tag_of(int channel) { return 1 + channel; }
+
+// The buffers of one port. A message starts 16 bytes before a multiple of 64, so that the payload
+// behind the header is aligned. Pages are touched as messages need them.
+class Slots {
+ public:
+  Slots(std::size_t slot_bytes, int depth)
+      : stride_((slot_bytes + kFront + kPage - 1) / kPage * kPage),
+        memory_(static_cast<char*>(
+            std::aligned_alloc(kPage, stride_ * static_cast<std::size_t>(depth)))) {
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
+  ~Slots() { std::free(memory_); }
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+
+  char* payload(std::uint64_t slot) const { return memory_ + slot * stride_ + kFront; }
+  char* message(std::uint64_t slot) const { return payload(slot) - sizeof(Header); }
+  // MPI may still use the memory: never free it.
+  void abandon() { memory_ = nullptr; }
+
+ private:
+  static constexpr std::size_t kFront = 64;
+  static constexpr std::size_t kPage = 4096;
+  std::size_t stride_;
+  char* memory_;
+};
+
+// Polls until true or until the deadline.
+template <class Ready>
+bool poll_until(Clock::time_point deadline, Ready&& ready) {
+  while (!ready()) {
+    if (Clock::now() > deadline) return false;
+    sched_yield();
+  }
+  return true;
+}
+
+// What a port knows of its connection.
+struct Wire {
+  Mpi* mpi;
+  MpiComm comm;
+  int peer;
+  int mpi_rank;
+  int channel;
+  std::size_t slot_bytes;
+  int depth;
+};
+
+[[noreturn]] void bad_message(const Wire& wire, ErrorKind kind, const std::string& what) {
+  throw Error(kind, "peer " + std::to_string(wire.peer) + ", channel " +
+                        std::to_string(wire.channel) + ": " + what);
+}
+
+}  // namespace
+
+// Messages [sent_, filled_) are in flight, in slots numbered modulo depth.
+class MpiTransport::Send final : public SendPort {
+ public:
+  explicit Send(const Wire& wire)
+      : wire_(wire),
+        slots_(wire.slot_bytes, wire.depth),
+        requests_(static_cast<std::size_t>(wire.depth)) {}
+
+  char* acquire(std::size_t bytes) override {
+    if (bytes > wire_.slot_bytes) {
+      bad_message(wire_, ErrorKind::invalid,
+                  "a message of " + std::to_string(bytes) + " bytes does not fit a slot of " +
+                      std::to_string(wire_.slot_bytes));
+    }
+    if (filled_ - sent_ == requests_.size() && !reap()) return nullptr;
+    return slots_.payload(filled_ % requests_.size());
+  }
+
+  void commit(const Header& header) override {
+    const std::size_t slot = filled_ % requests_.size();
+    char* message = slots_.message(slot);
+    std::memcpy(message, &header, sizeof header);
+    requests_[slot] = wire_.mpi->isend(message, sizeof header + header.bytes, wire_.mpi_rank,
+                                       tag_of(wire_.channel), wire_.comm);
+    ++filled_;
+  }
+
+  bool flushed() override {
+    while (sent_ != filled_) {
+      if (!reap()) return false;
+    }
+    return true;
+  }
+
+  // True if nothing is in flight any more; otherwise the memory is MPI's from now on.
+  bool close(Clock::time_point deadline) {
+    if (poll_until(deadline, [&] { return flushed(); })) return true;
+    for (MpiRequest& r : requests_) wire_.mpi->request_free(r);
+    abandon();
+    return false;
+  }
+  void abandon() {
+    if (sent_ != filled_) slots_.abandon();
+  }
+
+ private:
+  bool reap() {
+    if (!wire_.mpi->test(requests_[sent_ % requests_.size()])) return false;
+    ++sent_;
+    return true;
+  }
+
+  Wire wire_;
+  Slots slots_;
+  std::vector<MpiRequest> requests_;
+  std::uint64_t filled_ = 0;
+  std::uint64_t sent_ = 0;
+};
+
+// Receives [taken_, posted_) are posted, or arrived and not yet released; `announced_` more are to
+// be posted.
+class MpiTransport::Recv final : public RecvPort {
+ public:
+  explicit Recv(const Wire& wire)
+      : wire_(wire),
+        slots_(wire.slot_bytes, wire.depth),
+        requests_(static_cast<std::size_t>(wire.depth)) {}
+
+  void expect(std::uint64_t messages) override {
+    announced_ += messages;
+    post();
+  }
+
+  const char* peek(Header* header) override {
+    if (taken_ == posted_) return nullptr;
+    const std::size_t slot = taken_ % requests_.size();
+    if (!arrived_) {
+      MpiStatus status;
+      if (!test(slot, &status)) return nullptr;
+      take(slot, status);
+    }
+    *header = header_;
+    return slots_.payload(slot);
+  }
+
+  void release() override {
+    arrived_ = false;
+    ++taken_;
+    post();
+  }
+
+  // Cancels what is posted; false if something was, for then a call ended in the middle. Memory
+  // that MPI does not let go of in time stays MPI's.
+  bool close(Clock::time_point deadline) {
+    const bool idle = taken_ == posted_;
+    for (MpiRequest& r : requests_) wire_.mpi->cancel(r);
+    bool done = true;
+    for (MpiRequest& r : requests_) {
+      done = poll_until(deadline, [&] { return wire_.mpi->test(r); }) && done;
+    }
+    if (!done) abandon();
+    return idle;
+  }
+  void abandon() {
+    if (taken_ != posted_) slots_.abandon();
+  }
+
+ private:
+  void post() {
+    for (; announced_ != 0 && posted_ - taken_ < requests_.size(); --announced_, ++posted_) {
+      const std::size_t slot = posted_ % requests_.size();
+      requests_[slot] = wire_.mpi->irecv(slots_.message(slot), sizeof(Header) + wire_.slot_bytes,
+                                         wire_.mpi_rank, tag_of(wire_.channel), wire_.comm);
+    }
+  }
+
+  bool test(std::size_t slot, MpiStatus* status) {
+    try {
+      return wire_.mpi->test(requests_[slot], status);
+    } catch (const Error& e) {
+      bad_message(wire_, e.kind(),
+                  std::string("receiving failed (do all ranks use slots of ") +
+                      std::to_string(wire_.slot_bytes) + " bytes?): " + e.what());
+    }
+  }
+
+  void take(std::size_t slot, const MpiStatus& status) {
+    std::memcpy(&header_, slots_.message(slot), sizeof header_);
+    if (status.bytes < sizeof header_ || status.bytes != sizeof header_ + header_.bytes) {
+      bad_message(wire_, ErrorKind::mismatch,
+                  "a message of " + std::to_string(status.bytes) +
+                      " bytes arrived whose header announces " +
+                      std::to_string(sizeof header_ + header_.bytes));
+    }
+    arrived_ = true;
+  }
+
+  Wire wire_;
+  Slots slots_;
+  std::vector<MpiRequest> requests_;
+  std::uint64_t announced_ = 0;
+  std::uint64_t posted_ = 0;
+  std::uint64_t taken_ = 0;
+  bool arrived_ = false;  // the oldest message is here, and header_ is its header
+  Header header_;
+};
+
+MpiTransport::MpiTransport(std::shared_ptr<Mpi> mpi, MpiComm comm, MpiTransportOptions options)
+    : mpi_(std::move(mpi)), options_(std::move(options)), ranks_(options_.mpi_ranks) {
+  if (options_.depth < 1 || options_.slot_bytes < 1 ||
+      options_.slot_bytes > (std::size_t{1} << 30)) {
+    throw Error(ErrorKind::invalid,
+                "the MPI transport needs depth >= 1 and slots of 1 byte to 1 GiB, got depth " +
+                    std::to_string(options_.depth) + " and slots of " +
+                    std::to_string(options_.slot_bytes) + " bytes");
+  }
+  const int size = mpi_->size(comm);
+  const int rank = mpi_->rank(comm);
+  if (ranks_.empty()) {
+    for (int r = 0; r < size; ++r) ranks_.push_back(r);
+  }
+  for (std::size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i] < 0 || ranks_[i] >= size) {
+      throw Error(ErrorKind::invalid, "peer " + std::to_string(i) + " is mapped to MPI rank " +
+                                          std::to_string(ranks_[i]) + " of a communicator of " +
+                                          std::to_string(size));
+    }
+    if (ranks_[i] == rank) self_ = static_cast<int>(i);
+  }
+  comm_ = mpi_->comm_dup(comm, options_.timeout_s);
+}
+
+MpiTransport::~MpiTransport() {
+  try {
+    if (mpi_->usable()) {
+      const auto deadline = Clock::now() + kCloseWait;
+      bool clean = !poisoned_ && !poison_out_;
+      for (auto& [key, port] : sends_) clean = port->close(deadline) && clean;
+      for (auto& [key, port] : recvs_) clean = port->close(deadline) && clean;
+      if (poison_out_ && !mpi_->test_all(poison_out_->requests)) {
+        for (MpiRequest& r : poison_out_->requests) mpi_->request_free(r);
+        poison_out_.release();
+      }
+      // After a failure the communicator is left to MPI: freeing is collective by the standard, so
+      // peers that never come could hold us, and MPICH 5.0 ends the process when a large message
+      // for it has arrived and was never received.
+      if (clean && !mpi_->iprobe(Mpi::any_source, Mpi::any_tag, comm_, nullptr))
+        mpi_->comm_free(comm_);
+      return;
+    }
+  } catch (const Error&) {
+    // MPI is failing: a destructor has nobody to tell.
+  }
+  // Without MPI to tell what is complete, buffers that may be in use are left alone.
+  for (auto& [key, port] : sends_) port->abandon();
+  for (auto& [key, port] : recvs_) port->abandon();
+  poison_out_.release();
+}
+
+int MpiTransport::rank_for_port(int peer, int channel) const {
+  if (peer < 0 || peer >= size() || peer == self_) {
+    throw Error(ErrorKind::invalid, "peer " + std::to_string(peer) + " is no peer of rank " +
+                                        std::to_string(self_) + " among " + std::to_string(size()));
+  }
+  if (channel < 0 || channel > max_channel) {
+    throw Error(ErrorKind::invalid, "channel " + std::to_string(channel) + " is outside 0 .. " +
+                                        std::to_string(max_channel) + ", what MPI tags allow");
+  }
+  return ranks_[static_cast<std::size_t>(peer)];
+}
+
+SendPort& MpiTransport::send_port(int peer, int channel) {
+  const int rank = rank_for_port(peer, channel);
+  const std::lock_guard lock(ports_mutex_);
+  std::unique_ptr<Send>& port = sends_[{peer, channel}];
+  if (!port) {
+    port = std::make_unique<Send>(
+        Wire{mpi_.get(), comm_, peer, rank, channel, options_.slot_bytes, options_.depth});
+  }
+  return *port;
+}
+
+RecvPort& MpiTransport::recv_port(int peer, int channel) {
+  const int rank = rank_for_port(peer, channel);
+  const std::lock_guard lock(ports_mutex_);
+  std::unique_ptr<Recv>& port = recvs_[{peer, channel}];
+  if (!port) {
+    port = std::make_unique<Recv>(
+        Wire{mpi_.get(), comm_, peer, rank, channel, options_.slot_bytes, options_.depth});
+  }
+  return *port;
+}
+
+std::size_t MpiTransport::scratch_bytes() const {
+  const std::lock_guard lock(ports_mutex_);
+  return (sends_.size() + recvs_.size()) * options_.slot_bytes *
+         static_cast<std::size_t>(options_.depth);
+}
+
+void MpiTransport::progress() { look_for_poison(); }
+
+void MpiTransport::look_for_poison() {
+  const std::unique_lock lock(poison_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return;  // another thread is looking
+  MpiStatus status;
+  // Any call moves MPI along; this one does so also after the first poison, whose successors stay
+  // unreceived.
+  if (!mpi_->iprobe(Mpi::any_source, kPoisonTag, comm_, &status) || poisoned_) return;
+  auto text = std::make_unique<std::string>(status.bytes, '\0');
+  MpiRequest request = mpi_->irecv(text->data(), text->size(), status.source, kPoisonTag, comm_);
+  if (poll_until(Clock::now() + kCloseWait, [&] { return mpi_->test(request); })) {
+    poison_text_ = *text;
+  } else {
+    poison_text_ = "(its message did not arrive)";
+    text.release();  // MPI may still write there
+  }
+  const auto peer = std::find(ranks_.begin(), ranks_.end(), status.source);
+  poison_peer_ = peer == ranks_.end() ? -1 : static_cast<int>(peer - ranks_.begin());
+  poisoned_.store(true, std::memory_order_release);
+}
+
+void MpiTransport::poison(std::string_view text) noexcept {
+  try {
+    const std::lock_guard lock(poison_mutex_);
+    if (poison_out_ || !mpi_->usable()) return;
+    poison_out_ = std::make_unique<Outgoing>();
+    poison_out_->text = std::string(text.substr(0, kPoisonBytes));
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == self_) continue;
+      poison_out_->requests.push_back(
+          mpi_->isend(poison_out_->text.data(), poison_out_->text.size(),
+                      ranks_[static_cast<std::size_t>(peer)], kPoisonTag, comm_));
+    }
+  } catch (const std::exception&) {
+    // Best effort: the caller is already on its way to report the error that made it poison.
+  }
+}
+
+bool MpiTransport::poisoned(std::string* text, int* peer) {
+  if (!poisoned_.load(std::memory_order_acquire)) {
+    if (!mpi_->usable()) return false;
+    look_for_poison();
+    if (!poisoned_.load(std::memory_order_acquire)) return false;
+  }
+  if (text != nullptr) *text = poison_text_;
+  if (peer != nullptr) *peer = poison_peer_;
+  return true;
+}
+
+}  // namespace collectives

@@ -1,0 +1,100 @@
+// FIFOs over MPI messages, for peers on other hosts (and anywhere else MPI reaches).
+//
+// A message is one MPI message: Header (16 bytes), then the payload, exact length, from the slot in
+// which the engine built it. A channel is a tag. Both ends keep at most `depth` slots in flight a
+// port; the receiver posts receives only for messages that the current call announced with
+// expect(), so nothing stays posted between calls, and the matching Isend of a slot goes straight
+// into a posted receive. No call here blocks: MPI_Isend, MPI_Irecv, MPI_Test, MPI_Iprobe only.
+//
+// Memory: depth * (slot_bytes + 64) a port, touched as used. Cost a message: one MPI message, no
+// copy of ours. Limits: all ranks use the same slot_bytes and depth; channels 0 .. max_channel.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "mpi.hpp"
+#include "transport.hpp"
+
+namespace collectives {
+
+struct MpiTransportOptions {
+  std::size_t slot_bytes = 256 << 10;
+  int depth = 4;
+  std::vector<int> mpi_ranks;  // peer index -> rank in the communicator; empty: the same
+  double timeout_s = 300;      // for the ranks to meet in the constructor
+};
+
+class MpiTransport final : public Transport {
+ public:
+  static constexpr int max_channel =
+      Mpi::max_tag - 1;  // tag 0 is the poison, tag 1 + channel carries messages
+
+  // Collective over `comm`, which is duplicated and not kept.
+  MpiTransport(std::shared_ptr<Mpi> mpi, MpiComm comm, MpiTransportOptions options = {});
+  // Cancels what is posted and frees the duplicate, unless MPI is finalized already. Waits at most
+  // a second for sends that a peer has not taken; their memory is left to MPI after that.
+  ~MpiTransport() override;
+
+  std::string_view name() const override { return "mpi"; }
+  std::size_t slot_bytes() const override { return options_.slot_bytes; }
+  int depth() const override { return options_.depth; }
+  SendPort& send_port(int peer, int channel) override;
+  RecvPort& recv_port(int peer, int channel) override;
+  // Moves MPI along and looks for poison (one MPI_Iprobe).
+  void progress() override;
+
+  // False if only the main thread may use this transport (MPI_THREAD_SINGLE or FUNNELED).
+  bool any_thread() { return mpi_->any_thread(); }
+  MpiThreads threads() { return mpi_->threads(); }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int self() const { return self_; }  // own peer index
+  Mpi& mpi() { return *mpi_; }
+
+  // Tells every peer, once, that this rank gives up and why (cut to 2 KiB). Best effort: does not
+  // wait, does not throw.
+  void poison(std::string_view text) noexcept;
+  // True once a peer has sent poison; *text is what the first one said, *peer its index. Any thread
+  // that may call MPI.
+  bool poisoned(std::string* text = nullptr, int* peer = nullptr);
+
+  // Bytes of slots that ports hold now.
+  std::size_t scratch_bytes() const;
+
+  class Send;
+  class Recv;
+
+ private:
+  // The peer's rank in the communicator; throws where peer, channel or the state of MPI is wrong.
+  int rank_for_port(int peer, int channel) const;
+  void look_for_poison();
+
+  std::shared_ptr<Mpi> mpi_;
+  MpiTransportOptions options_;
+  std::vector<int> ranks_;
+  int self_ = -1;
+  MpiComm comm_ = 0;
+
+  mutable std::mutex ports_mutex_;
+  std::map<std::pair<int, int>, std::unique_ptr<Send>> sends_;
+  std::map<std::pair<int, int>, std::unique_ptr<Recv>> recvs_;
+
+  struct Outgoing {  // the poison on its way; the text must outlive the requests
+    std::string text;
+    std::vector<MpiRequest> requests;
+  };
+  std::mutex poison_mutex_;
+  std::atomic<bool> poisoned_{false};  // set last: publishes the two below
+  std::string poison_text_;
+  int poison_peer_ = -1;
+  std::unique_ptr<Outgoing> poison_out_;
+};
+
+}  // namespace collectives

@@ -1,0 +1,70 @@
+#include "wait.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace collectives {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::steady_clock;
+
+constexpr microseconds kYieldFor{2000};       // then sleep: waits this long are no longer about latency
+constexpr microseconds kCheckEvery{1000};
+constexpr microseconds kFirstNap{50};
+constexpr microseconds kMaxNap{1000};
+
+}  // namespace
+
+void Doorbell::wake() {
+  rings.fetch_add(1, std::memory_order_release);
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&rings), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+}
+
+void Doorbell::sleep(std::uint32_t seen, microseconds nap) {
+  timespec limit{0, static_cast<long>(nap.count()) * 1000};
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&rings), FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
+  struct Scope {
+    Watch& watch;
+    explicit Scope(Watch& w) : watch(w) { watch.enter_slow(); }
+    ~Scope() { watch.leave_slow(); }
+  } scope(watch_);
+
+  const auto start = steady_clock::now();
+  auto next_check = start + kCheckEvery;
+  microseconds nap = kFirstNap;
+  for (int turn = 0;; ++turn) {
+    if (ready(context)) return;
+    // The clock is read every few yields only: with a free core a yield returns at once.
+    const bool look = (turn & 7) == 7;
+    const auto now = look ? steady_clock::now() : start;
+    if (look && now >= next_check) {
+      watch_.check(where, start);
+      next_check = now + kCheckEvery;
+    }
+    if (!look || now - start < kYieldFor) {
+      sched_yield();
+      continue;
+    }
+    for (;;) {
+      const std::uint32_t seen = doorbell_.rings.load(std::memory_order_acquire);
+      doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      const bool done = ready(context);
+      if (!done) doorbell_.sleep(seen, nap);
+      doorbell_.sleepers.fetch_sub(1, std::memory_order_relaxed);
+      if (done || ready(context)) return;
+      nap = std::min(nap * 2, kMaxNap);
+      watch_.check(where, start);
+    }
+  }
+}
+
+}  // namespace collectives

@@ -1,0 +1,284 @@
+"""`python -m collectives run`, and how commands are found."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from collectives import cli
+
+PRELUDE = (
+    "import os, sys, time, signal\nfrom collectives.bootstrap import detect\ncomm = detect()\n"
+)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts the launcher; with `code`, on a script that runs it once the ranks have met."""
+    started = []
+
+    def start(*arguments, code=None, **options):
+        command = [sys.executable, "-m", "collectives", "run", *arguments]
+        if code is not None:
+            script = tmp_path / "script.py"
+            script.write_text(PRELUDE + textwrap.dedent(code))
+            command.append(str(script))
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: v for name, v in os.environ.items() if not name.startswith("COLLECTIVES_")},
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process, timeout=20):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_ranks_meet(launch):
+    code = """
+    got = comm.all_gather(b"%d" % comm.rank)
+    print(comm.kind, got, os.environ["COLLECTIVES_LOCAL_RANK"], sys.argv[1:])
+    comm.close()
+    """
+    process = launch("-n", "3", "--label", code=code)
+    status, out, err = finish(process)
+    assert (status, err) == (0, "")
+    expected = "tcp [b'0', b'1', b'2'] {} []"
+    assert sorted(out.splitlines()) == [f"[{r}] {expected.format(r)}" for r in range(3)]
+
+
+def test_nodes_and_timeout(launch):
+    code = """
+    node, local = os.environ["COLLECTIVES_NODE"], os.environ["COLLECTIVES_LOCAL_RANK"]
+    tell(f"{comm.rank} {node} {local} {comm.timeout}")
+    comm.close()
+    """
+    process = launch("-n", "5", "--nodes", "2", "--timeout", "12", code=code)
+    status, out, err = finish(process)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == [
+        "0 0 0 12.0",
+        "1 0 1 12.0",
+        "2 0 2 12.0",
+        "3 1 0 12.0",
+        "4 1 1 12.0",
+    ]
+
+
+def test_modules_arguments_and_input(launch):
+    process = launch("-n", "1", "-m", "json.tool", "--compact", stdin=subprocess.PIPE)
+    out, _ = process.communicate('{"a":  1}', timeout=20)
+    assert (process.returncode, out) == (0, '{"a":1}\n')
+
+
+def test_the_secret_is_not_on_a_command_line(launch):
+    code = """
+    secret = os.environ["COLLECTIVES_SECRET"]
+    lines = [open(f"/proc/{pid}/cmdline").read() for pid in (os.getpid(), os.getppid())]
+    print(len(secret), any(secret in line for line in lines))
+    """
+    assert finish(launch("-n", "1", code=code))[1] == "64 False\n"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ("sys.exit(7)", 7, "exited with status 7"),
+        ("raise ValueError('no')", 1, "exited with status 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        ("os.abort()", 134, "was ended by SIGABRT"),
+    ],
+)
+def test_the_first_rank_to_fail_is_named_and_the_others_stopped(launch, how, status, says):
+    code = f"""
+    comm.barrier()
+    if comm.rank == 2:
+        {how}
+    if comm.rank == 1:
+        time.sleep(60)
+    comm.barrier()  # rank 0 fails here because of rank 2, and is not the one to name
+    """
+    begin = time.monotonic()
+    got, _, err = finish(launch("-n", "3", code=code))
+    assert got == status
+    (line,) = [line for line in err.splitlines() if line.startswith("collectives run: ")]
+    assert line.startswith("collectives run: rank 2 (pid ") and says in line and "stopping" in line
+    assert time.monotonic() - begin < 5
+
+
+def test_a_program_that_does_not_exist(launch):
+    status, _, err = finish(launch("-n", "2", "/nonexistent/program.py"))
+    assert status == 2 and "can't open file" in err and "exited with status 2" in err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_ranks(launch, number):
+    code = """
+    def handler(number, frame):
+        tell(f"rank {comm.rank} got {signal.Signals(number).name}")
+        sys.exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    comm.barrier()
+    tell("ready")
+    time.sleep(60)
+    """
+    process = launch("-n", "2", code=code)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    status, out, _ = finish(process)
+    assert status == 128 + number
+    assert sorted(out.splitlines()) == [f"rank {r} got {number.name}" for r in range(2)]
+
+
+@pytest.mark.faults
+def test_user_signals_do_not_end_the_job(launch):
+    code = """
+    got = []
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    comm.barrier()
+    tell("ready")
+    while not got:
+        time.sleep(0.01)
+    """
+    process = launch("-n", "2", code=code)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == 0
+
+
+@pytest.mark.faults
+def test_ranks_that_ignore_sigterm_are_killed(tmp_path):
+    code = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    comm.barrier()
+    tell(os.getpid())
+    time.sleep(60)
+    """
+    script = tmp_path / "script.py"
+    script.write_text(PRELUDE + textwrap.dedent(code))
+    program = (
+        "import collectives.cli.run as r, collectives.cli as c, sys\n"
+        "r._GRACE = 0.3\n"
+        "sys.exit(c.main())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "run", "-n", "2", "--limit", "1.5", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    status, out, err = finish(process)
+    assert status == 124 and "ran for 1.5 s, the limit; stopping 2 ranks" in err
+    assert len(out.split()) == 2 and not any(is_alive(pid) for pid in out.split())
+
+
+@pytest.mark.faults
+def test_nothing_outlives_a_killed_launcher(launch):
+    code = """
+    comm.barrier()
+    tell(os.getpid())
+    time.sleep(60)
+    """
+    process = launch("-n", "2", code=code)
+    pids = [process.stdout.readline().strip() for _ in range(2)]
+    assert all(is_alive(pid) for pid in pids)
+    process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    finish(process)
+
+
+@pytest.mark.faults
+def test_children_of_a_killed_rank_are_killed_too(launch):
+    code = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "60"])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    tell(child.pid)
+    time.sleep(60)
+    """
+    process = launch("-n", "1", code=code)
+    child = process.stdout.readline().strip()
+    assert is_alive(child)
+    process.terminate()
+    wait_until(lambda: not is_alive(child))
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-n", "2"], "no program to run"),
+        (["-n", "2", "-m"], "no program to run"),
+        (["-n", "0", "x.py"], "'0' is no whole number >= 1"),
+        (["x.py"], "required: -n"),
+        (["-n", "2", "--nodes", "3", "x.py"], "2 ranks cannot be divided into 3 nodes"),
+        (["-n", "2", "--timeout", "soon", "x.py"], "'soon' is no positive number of seconds"),
+        (["-n", "2", "--bind", "192.0.2.1", "x.py"], "192.0.2.1 is no address of this host"),
+    ],
+)
+def test_bad_arguments(arguments, says, capsys):
+    try:
+        status = cli.main(["run", *arguments])
+    except SystemExit as ended:
+        status = ended.code
+    assert status in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_commands(capsys, tmp_path, monkeypatch):
+    (tmp_path / "greet.py").write_text(
+        '"""Say hello.\n\nAt length."""\nEXAMPLES = "examples:\\n  greet world"\n'
+        'def add_arguments(parser):\n    parser.add_argument("whom")\n'
+        'def run(args):\n    print("hello", args.whom)\n'
+    )
+    (tmp_path / "_private.py").write_text("raise AssertionError")
+    (tmp_path / "broken.py").write_text(
+        '"""Is never imported for the list."""\nraise AssertionError'
+    )
+    monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
+    assert {"run", "greet", "broken"} <= set(cli.commands()) and "_private" not in cli.commands()
+    assert cli.main(["--help"]) == 0
+    assert "  greet   Say hello.\n" in capsys.readouterr().out
+    assert cli.main(["greet", "world"]) == 0
+    assert capsys.readouterr().out == "hello world\n"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["greet", "--help"])
+    assert "examples:\n  greet world" in capsys.readouterr().out
+    assert cli.main([]) == 2
+    capsys.readouterr()
+    assert cli.main(["gret"]) == 2
+    assert "unknown command 'gret'; did you mean 'greet'?" in capsys.readouterr().err
+    sys.modules.pop("collectives.cli.greet", None)
