@@ -80,8 +80,7 @@ Messages group_messages(const Schedule& s) {
   return m;
 }
 
-// ---- progress
-// --------------------------------------------------------------------------------------------------
+// ---- progress -----------------------------------------------------------------------------------
 
 Progress::Progress(const std::vector<Message>& messages, int nranks, int nchannels, int depth)
     : nchannels_(nchannels),
@@ -173,8 +172,7 @@ const Progress::Move* Progress::waits_at(int process) const {
   return at_[process] < moves_[process].size() ? &moves_[process][at_[process]] : nullptr;
 }
 
-// ---- fusions
-// ---------------------------------------------------------------------------------------------------
+// ---- fusions ------------------------------------------------------------------------------------
 
 std::vector<char> choose_fusions(const Schedule& s, const Messages& messages, Order order,
                                  int depth) {

@@ -134,8 +134,7 @@ DraftStep& Lowering::new_step(StepKind kind, int channel, int round) {
   return draft;
 }
 
-// ---- pass 1: draft
-// ---------------------------------------------------------------------------------------------
+// ---- pass 1: draft ------------------------------------------------------------------------------
 
 void Lowering::send(const Message& message) {
   DraftStep& draft = new_step(StepKind::send, message.channel, message.round);
@@ -231,8 +230,7 @@ void Lowering::end_round() {
   pending_.clear();
 }
 
-// ---- pass 2: fuse
-// ----------------------------------------------------------------------------------------------
+// ---- pass 2: fuse -------------------------------------------------------------------------------
 
 void Lowering::fuse(std::vector<DraftStep>& steps, const std::vector<char>& fused) {
   std::size_t out = 0;
@@ -246,8 +244,7 @@ void Lowering::fuse(std::vector<DraftStep>& steps, const std::vector<char>& fuse
   steps.resize(out);
 }
 
-// ---- pass 3: place
-// ---------------------------------------------------------------------------------------------
+// ---- pass 3: place ------------------------------------------------------------------------------
 
 // Gives places to all values made by these steps; returns the scratch cells needed.
 int Lowering::place(const std::vector<DraftStep>& steps) {
@@ -351,8 +348,7 @@ RankProgram Lowering::finish(const std::vector<char>& fused) {
   return program;
 }
 
-// ---- all of it
-// -------------------------------------------------------------------------------------------------
+// ---- all of it ----------------------------------------------------------------------------------
 
 // The pieces of a message of the round that the run has evaluated.
 int pieces_of(const Messages& messages, const Message& m, const SymbolicRun& run, Order order) {
@@ -402,8 +398,7 @@ std::vector<RankProgram> lower_ranks(const Schedule& s, const std::vector<int>& 
   return programs;
 }
 
-// ---- deadlock
-// --------------------------------------------------------------------------------------------------
+// ---- deadlock -----------------------------------------------------------------------------------
 
 std::string where(int rank, int channel, std::size_t step, int round) {
   return "rank " + std::to_string(rank) + " (channel " + std::to_string(channel) + ", step " +

@@ -111,13 +111,22 @@ SIMD_TARGET_END
 
 namespace collectives {
 
-const Kernels* avx2_kernels() {
-  // Not __builtin_cpu_supports("f16c"), "bmi2": clang 14 does not know them all. Every CPU with AVX2 that was built has
-  // both, but emulators and masked virtual machines differ.
+namespace {
+
+// CPUID by hand for two of them: clang 14 does not know __builtin_cpu_supports("f16c"). Every CPU with AVX2 that was
+// built has both, but emulators and masked virtual machines differ.
+bool cpu_has_all() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
   const bool bmi2 = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (ebx & bit_BMI2) != 0;
-  return f16c && bmi2 && __builtin_cpu_supports("avx2") ? &kKernels : nullptr;
+  return f16c && bmi2 && __builtin_cpu_supports("avx2");
+}
+
+}  // namespace
+
+const Kernels* avx2_kernels() {
+  static const bool supported = cpu_has_all();  // once: a virtual machine traps CPUID, which takes 20 us
+  return supported ? &kKernels : nullptr;
 }
 
 }  // namespace collectives

@@ -3,7 +3,6 @@
 
 #if defined(__x86_64__)
 
-#include <cpuid.h>
 #include <immintrin.h>
 
 SIMD_TARGET_BEGIN("avx2,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl")
@@ -67,7 +66,7 @@ struct Simd {
   static SIMD_INLINE void widen_float16(Vec<std::uint16_t> half, Vec<float>& low,
                                         Vec<float>& high) {
     const __m512i bits = (__m512i)half;
-    low = (Vec<float>)_mm512_maskz_cvtph_ps(kAll, _mm512_castsi512_si256(bits));
+    low = (Vec<float>)_mm512_maskz_cvtph_ps(kAll, _mm512_maskz_extracti64x4_epi64(kAllDoubles, bits, 0));
     high = (Vec<float>)_mm512_maskz_cvtph_ps(kAll, _mm512_maskz_extracti64x4_epi64(kAllDoubles, bits, 1));
   }
   static SIMD_INLINE Vec<std::uint16_t> narrow_float16(Vec<float> low, Vec<float> high) {

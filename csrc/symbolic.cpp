@@ -26,8 +26,7 @@ std::string list_of_ranks(const std::vector<int>& ranks) {
   return text + "]";
 }
 
-// ---- expressions
-// -----------------------------------------------------------------------------------------------
+// ---- expressions --------------------------------------------------------------------------------
 
 Expressions::Expressions(int nranks, bool repeats)
     : nranks_(nranks),
@@ -114,8 +113,7 @@ std::vector<Expr> Expressions::operands(Expr e) const {
   return {first, first + nodes_[e].operands};
 }
 
-// ---- the run
-// ---------------------------------------------------------------------------------------------------
+// ---- the run ------------------------------------------------------------------------------------
 
 SymbolicRun::SymbolicRun(const Schedule& s)
     : s_(s), expressions_(std::max(1, s.world.nranks), s.collective == Collective::barrier) {

@@ -6,9 +6,9 @@
 // is the same picture, backwards and without arithmetic.
 //
 //   reduce_scatter over 5 ranks, who sends which chunks, with all that it has gathered for them
-//     round 0   {0 1 2 | 3 4}       c3 c4: 0->3, 1->4, 2->4      c0 c1 c2: 3->0, 4->1
-//     round 1   {0 1 | 2} {3 | 4}   c2: 0->2, 1->2               c0 c1: 2->0     c4: 3->4   c3:
-//     4->3 round 2   {0 | 1}             c1: 0->1                     c0: 1->0
+//     round 0   {0 1 2 | 3 4}       c3 c4: 0->3, 1->4, 2->4    c0 c1 c2: 3->0, 4->1
+//     round 1   {0 1 | 2} {3 | 4}   c2: 0->2, 1->2             c0 c1: 2->0   c4: 3->4   c3: 4->3
+//     round 2   {0 | 1}             c1: 0->1                   c0: 1->0
 //
 // Where halves differ, the odd rank of the lower half has no partner: the last rank of the upper
 // half takes its chunks too (two messages, combined at once), and nothing comes back, since its

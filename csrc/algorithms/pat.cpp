@@ -7,8 +7,8 @@
 // send. Tree of block 0 over 6 ranks, distances 4, 2, 1:
 //
 //     round 0   0 ──4──> 4                       distance 4, 1 block in a message
-//     round 1   0 ──2──> 2                       distance 2, 1 block (4 + 2 would be beyond the
-//     end) round 2   0, 2, 4 ──1──> 1, 3, 5           distance 1, 3 blocks
+//     round 1   0 ──2──> 2                       distance 2, 1 block (there is no 4 + 2)
+//     round 2   0, 2, 4 ──1──> 1, 3, 5           distance 1, 3 blocks
 //
 // Rank b + o gets block b over the bits of o, highest first; every prefix of the bits is smaller
 // than o, so it exists, whatever n is. reduce_scatter runs the trees backwards: neighbours first

@@ -10,9 +10,9 @@
 //     round 2   {0 1 2} {3 4} merge          0 <-> 3, 1 <-> 4, and 4 -> 2
 //
 // All ranks of a group hold the same value, so a rank of the larger half that has no partner just
-// listens to the last rank of the other half. Every rank receives once a round, none is folded
-// away, all sizes take ceil(log2 n) rounds. Both sides of an exchange evaluate lower half op upper
-// half, which is a balanced tree in the order of the ranks.
+// listens to the last rank of the other half. Every rank receives once a round at most, none is
+// folded away, all sizes take ceil(log2 n) rounds. Both sides of an exchange evaluate lower half op
+// upper half, which is a balanced tree in the order of the ranks.
 //
 // barrier is the dissemination barrier: in round k rank r tells r + 2^k what it has heard of.
 //

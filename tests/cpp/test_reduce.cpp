@@ -50,12 +50,16 @@ void expect(bool ok, const std::string& what) {
   if (!ok) fail("%s", what.c_str());
 }
 
-std::vector<const cc::Kernels*> levels() {
-  std::vector<const cc::Kernels*> found;
-  for (const cc::Kernels* k : {cc::portable_kernels(), cc::avx2_kernels(), cc::avx512_kernels()}) {
-    if (k != nullptr) found.push_back(k);
-  }
-  return found;
+// Those that this CPU has, the plainest first.
+const std::vector<const cc::Kernels*>& levels() {
+  static const std::vector<const cc::Kernels*> all = [] {
+    std::vector<const cc::Kernels*> found;
+    for (const cc::Kernels* k : {cc::portable_kernels(), cc::avx2_kernels(), cc::avx512_kernels()}) {
+      if (k != nullptr) found.push_back(k);
+    }
+    return found;
+  }();
+  return all;
 }
 
 std::uint64_t random_state = 0x9e3779b97f4a7c15;

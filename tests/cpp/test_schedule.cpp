@@ -35,8 +35,7 @@ void fail(const std::string& what) {
   }
 }
 
-// ---- values
-// ----------------------------------------------------------------------------------------------------
+// ---- values -------------------------------------------------------------------------------------
 
 // What a buffer holds for a chunk: the hash of an expression, and whether its final combination was
 // announced.
@@ -72,8 +71,7 @@ std::uint64_t hash_of(const Expressions& expressions, Expr e,
   return known[e] = combined(operands);
 }
 
-// ---- the executor
-// ----------------------------------------------------------------------------------------------
+// ---- the executor -------------------------------------------------------------------------------
 
 struct Failure {
   std::string what;
@@ -246,8 +244,7 @@ class Executor {
   std::map<std::vector<int>, std::deque<Parts>> fifos_;
 };
 
-// ---- one case
-// --------------------------------------------------------------------------------------------------
+// ---- one case -----------------------------------------------------------------------------------
 
 std::string describe(const std::string& algorithm, Collective collective, const World& world) {
   std::string text = algorithm + ", " + std::string(name_of(collective)) +
@@ -370,8 +367,7 @@ std::vector<std::string> names() {
   return all;
 }
 
-// ---- broken schedules
-// ------------------------------------------------------------------------------------------
+// ---- broken schedules ---------------------------------------------------------------------------
 
 Schedule handmade(Collective collective, int n, int nchunks, std::vector<Round> rounds) {
   return {"my_ring", collective, {n, 0, {}}, nchunks, 1, std::move(rounds)};
@@ -518,8 +514,7 @@ void check_broken() {
   }
 }
 
-// ---- costs, coverage, timing
-// -----------------------------------------------------------------------------------
+// ---- costs, coverage, timing --------------------------------------------------------------------
 
 void check_costs() {
   const auto close = [](double a, double b) { return a - b < 1e-9 && b - a < 1e-9; };
