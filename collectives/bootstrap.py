@@ -661,6 +661,11 @@ class _Link:
         return hmac.digest(self._key, role + struct.pack("!Q", number) + header + payload, "sha256")
 
 
+def _bounded(seconds: float) -> float:
+    """A number of seconds that clocks and sockets can work with, whatever a peer sent."""
+    return seconds if 0 <= seconds < _FOREVER else _FOREVER
+
+
 _CALL_HEADER = struct.Struct("!dH")
 
 
@@ -906,8 +911,9 @@ class Server:
                 del connection.outgoing[:sent]
         except (BlockingIOError, InterruptedError):
             pass
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            # The peer is gone, or does not speak as it should; either way this connection is over.
+        except Exception as error:
+            # The peer is gone, or does not speak as it should. Whatever it sent ends its own
+            # connection, with these words for the others, and never the server.
             self._lose(connection, str(error) or type(error).__name__)
         if connection in self._connections:
             if connection.ending and not connection.outgoing:
@@ -981,7 +987,7 @@ class Server:
                 raise ValueError("a second call before the first has ended")
             if group.failure is None:
                 current = group.put(rank, op, data)
-                deadline = time.monotonic() + min(timeout, _FOREVER)
+                deadline = time.monotonic() + _bounded(timeout)
                 meeting.waiting[rank] = _Wait(current, deadline, timeout)
                 if current.result is not None:
                     self._finish_round(meeting, current)
@@ -1061,7 +1067,7 @@ class Server:
             for member in meeting.members.values():
                 self._send(member, _WELCOME, welcome)
         else:
-            deadline = time.monotonic() + min(timeout, _FOREVER)
+            deadline = time.monotonic() + _bounded(timeout)
             self._at(deadline, lambda: self._expire_meeting(meeting, timeout))
 
     def _refuse(self, connection: _Connection, message: str) -> None:

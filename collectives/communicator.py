@@ -21,10 +21,27 @@ import numpy as np
 
 from . import _core
 from . import schedule as _schedule
-from .array import View, check_overlap, dtype_name, finish, from_pointer, is_immutable, new_like, overlap, view
+from .array import (
+    View,
+    check_overlap,
+    dtype_name,
+    finish,
+    from_pointer,
+    is_immutable,
+    new_like,
+    overlap,
+    view,
+)
 from .bootstrap import Bootstrap, detect, host_key, node_key
 from .config import Settings
-from .errors import ArrayError, BootstrapError, ClosedError, CollectiveError, UnsupportedError, did_you_mean
+from .errors import (
+    ArrayError,
+    BootstrapError,
+    ClosedError,
+    CollectiveError,
+    UnsupportedError,
+    did_you_mean,
+)
 from .tuning import Tuner, host_tuning, known_algorithm, region_sizes
 from .work import CompletedWork, GroupWork, QueuedWork, TransferWork, Work
 
@@ -57,7 +74,13 @@ class Communicator:
     all of them before anything is written. One thread at a time.
     """
 
-    def __init__(self, bootstrap: Bootstrap, settings: Settings | None = None, *, nodes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        settings: Settings | None = None,
+        *,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
         """Use `init` and the other constructors; collective over the bootstrap, which the communicator owns from here on."""
         settings = settings or Settings()
         self._bootstrap = bootstrap
@@ -72,7 +95,9 @@ class Communicator:
         self._choices: dict[str, list[tuple[int, int]]] = {}
         self._forced: dict[tuple[str, str, int], int] = {}
         self._connect(settings, nodes)
-        self._tuner = Tuner(self.nodes, bool(self._core.one_region) or self.size == 1, settings.algorithm)
+        self._tuner = Tuner(
+            self.nodes, bool(self._core.one_region) or self.size == 1, settings.algorithm
+        )
         table = [(limit, i) for limit, i in self._table("all_reduce")]
         self._fast_all_reduce, self._call, self._submit = self._core.caller(table)
 
@@ -82,16 +107,27 @@ class Communicator:
         bootstrap = self._bootstrap
         threads = bootstrap.kind == "threads"
         has_mpi = bootstrap.kind == "mpi"
-        mine = {"host": host_key(), "node": node_key(settings), "transport": settings.transport, "mpi": has_mpi}
+        mine = {
+            "host": host_key(),
+            "node": node_key(settings),
+            "transport": settings.transport,
+            "mpi": has_mpi,
+        }
         infos = [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
         transports = {i["transport"] for i in infos}
         if len(transports) > 1:
-            raise BootstrapError(f"COLLECTIVES_TRANSPORT differs between ranks: {sorted(transports)}", rank=self.rank)
+            raise BootstrapError(
+                f"COLLECTIVES_TRANSPORT differs between ranks: {sorted(transports)}", rank=self.rank
+            )
         transport = transports.pop()
         if transport == "mpi" and not has_mpi:
-            raise UnsupportedError(f"COLLECTIVES_TRANSPORT=mpi, but the ranks met through {bootstrap.kind}, not MPI: start them with mpirun")
+            raise UnsupportedError(
+                f"COLLECTIVES_TRANSPORT=mpi, but the ranks met through {bootstrap.kind}, not MPI: start them with mpirun"
+            )
         if transport == "threads" and not threads:
-            raise UnsupportedError("COLLECTIVES_TRANSPORT=threads, but the ranks are processes: use run_threads")
+            raise UnsupportedError(
+                "COLLECTIVES_TRANSPORT=threads, but the ranks are processes: use run_threads"
+            )
         keys = [i["node"] for i in infos]
         order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         self.nodes = list(nodes) if nodes is not None else [order[k] for k in keys]
@@ -114,15 +150,28 @@ class Communicator:
             if not has_mpi or transport == "shm":
                 raise BootstrapError(f"the ranks cannot share memory: {words}", rank=self.rank)
             region, together = None, [self.rank]
-            self.fallback = f"MPI is used within nodes too, because the ranks cannot share memory: {words}"
+            self.fallback = (
+                f"MPI is used within nodes too, because the ranks cannot share memory: {words}"
+            )
         else:
             self.fallback = ""
         mpi = None
         if has_mpi and (len(together) < self.size):
             from mpi4py import MPI
 
-            mpi = _core.MpiTransport(MPI._handleof(bootstrap.comm), slot_bytes=_MPI_SLOT, depth=_MPI_DEPTH, timeout=bootstrap.timeout)
-        elif any(len([r for r in range(self.size) if reach[r] == reach[q]]) < self.size for q in range(self.size)) and not has_mpi:
+            mpi = _core.MpiTransport(
+                MPI._handleof(bootstrap.comm),
+                slot_bytes=_MPI_SLOT,
+                depth=_MPI_DEPTH,
+                timeout=bootstrap.timeout,
+            )
+        elif (
+            any(
+                len([r for r in range(self.size) if reach[r] == reach[q]]) < self.size
+                for q in range(self.size)
+            )
+            and not has_mpi
+        ):
             raise UnsupportedError(
                 f"ranks {sorted(set(range(self.size)) - set(together))} are on other hosts than rank {self.rank}, and the ranks met through "
                 f"{bootstrap.kind}: between hosts data go through MPI, so start the job with mpirun"
@@ -131,7 +180,10 @@ class Communicator:
             rank=self.rank,
             nranks=self.size,
             node=self.nodes,
-            local_of=[together.index(r) if r in together and region is not None else -1 for r in range(self.size)],
+            local_of=[
+                together.index(r) if r in together and region is not None else -1
+                for r in range(self.size)
+            ],
             region=region,
             mpi=mpi,
             threads=threads,
@@ -162,12 +214,18 @@ class Communicator:
         handles = bootstrap.all_gather(handle.encode())
         if not leader:
             try:
-                region = _thread_regions[bootstrap.job] if threads else _core.open_region(handles[together[0]].decode(), len(together), **sizes)
+                region = (
+                    _thread_regions[bootstrap.job]
+                    if threads
+                    else _core.open_region(handles[together[0]].decode(), len(together), **sizes)
+                )
             except (CollectiveError, KeyError) as error:
                 failure = str(error)
         return region, failure
 
-    def split(self, color: int | None = None, key: int = 0, *, by: str | None = None) -> Communicator | None:
+    def split(
+        self, color: int | None = None, key: int = 0, *, by: str | None = None
+    ) -> Communicator | None:
         """New communicators of the ranks with equal `color`, ordered by `key`, then rank. Collective.
 
         color None: this rank gets none (None is returned). by="node": one for each node.
@@ -177,15 +235,28 @@ class Communicator:
                 raise ValueError(f"by={by!r}; only 'node' is known")
             color = self.node
         self._check_open()
-        answers = [json.loads(b) for b in self._bootstrap.all_gather(json.dumps([color, key]).encode())]
+        answers = [
+            json.loads(b) for b in self._bootstrap.all_gather(json.dumps([color, key]).encode())
+        ]
         child = next(self._children)
         if color is None:
             return None
-        members = sorted((r for r, (c, _) in enumerate(answers) if c == color), key=lambda r: (answers[r][1], r))
+        members = sorted(
+            (r for r, (c, _) in enumerate(answers) if c == color), key=lambda r: (answers[r][1], r)
+        )
         name = f"split-{child}-{color}"
         nodes = [self.nodes[r] for r in members]
         renumbered = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        return Communicator(self._bootstrap.subgroup(members, name), self._settings, nodes=[renumbered[n] for n in nodes])
+        return Communicator(
+            self._bootstrap.subgroup(members, name),
+            self._settings,
+            nodes=[renumbered[n] for n in nodes],
+        )
+
+    @classmethod
+    def from_mpi(cls, comm: Any, *, timeout: float | None = None) -> Communicator:
+        """The communicator of the ranks of an mpi4py communicator (or of a part of one). Collective over it."""
+        return cls(detect(comm, timeout=timeout), Settings())
 
     def duplicate(self) -> Communicator:
         """A communicator of the same ranks whose calls never mix with this one's: for another thread, or a library. Collective."""
@@ -209,7 +280,12 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -234,11 +310,18 @@ class Communicator:
         if number is not None:
             return number
         known_algorithm(algorithm, (a.name for a in _schedule.algorithms()))
-        why = _schedule.why_unsupported(algorithm, collective, self.size, root=root, node=self.nodes)
+        why = _schedule.why_unsupported(
+            algorithm, collective, self.size, root=root, node=self.nodes
+        )
         if why:
-            raise UnsupportedError(f"{algorithm} cannot do {collective} with these {self.size} ranks: {why}", rank=self.rank)
+            raise UnsupportedError(
+                f"{algorithm} cannot do {collective} with these {self.size} ranks: {why}",
+                rank=self.rank,
+            )
         if _schedule.is_written(algorithm):
-            written = _schedule.schedule(algorithm, collective, self.size, root=root, node=self.nodes)
+            written = _schedule.schedule(
+                algorithm, collective, self.size, root=root, node=self.nodes
+            )
             self._core.define(algorithm, written._core)
         number = self._forced[key] = self._core.intern(algorithm)
         return number
@@ -246,12 +329,17 @@ class Communicator:
     def _table(self, collective: str) -> list[tuple[int, int]]:
         table = self._choices.get(collective)
         if table is None:
-            table = [(c.limit, self._intern(c.algorithm, collective)) for c in self._tuner.table(collective)]
+            table = [
+                (c.limit, self._intern(c.algorithm, collective))
+                for c in self._tuner.table(collective)
+            ]
             self._choices[collective] = table
         return table
 
     def _algorithm(self, collective: str, nbytes: int, algorithm: str | None, root: int = 0) -> int:
         if algorithm is None or algorithm == "auto":
+            if collective == "barrier":
+                return -1  # the core's own: entering a call together is one
             return next(number for limit, number in self._table(collective) if nbytes <= limit)
         return self._intern(algorithm, collective, root)
 
@@ -325,15 +413,24 @@ class Communicator:
         self._call(*arguments)
         return result()
 
-    def _in_out(self, what: str, x: Any, out: Any, shape: Callable[[View], Sequence[int]]) -> tuple[View, View, Any, Callable[[], Any]]:
+    def _in_out(
+        self, what: str, x: Any, out: Any, shape: Callable[[View], Sequence[int]]
+    ) -> tuple[View, View, Any, Callable[[], Any]]:
         """Input view, output view, output array and what to return, for a call whose output is another array."""
         source = view(x, writable=False, what=f"{what}: x")
         if out is None:
             buffer = new_like(x, tuple(shape(source)))
-            return source, view(buffer, writable=True, what=f"{what}: out"), buffer, lambda: finish(x, buffer)
+            return (
+                source,
+                view(buffer, writable=True, what=f"{what}: out"),
+                buffer,
+                lambda: finish(x, buffer),
+            )
         target = view(out, writable=True, what=f"{what}: out")
         if target.dtype != source.dtype:
-            raise ArrayError(f"{what}: x is {source.dtype}, out is {target.dtype}; both must be the same")
+            raise ArrayError(
+                f"{what}: x is {source.dtype}, out is {target.dtype}; both must be the same"
+            )
         return source, target, out, lambda: out
 
     @staticmethod
@@ -366,7 +463,15 @@ class Communicator:
         Returns the result array. Raises MismatchError on all ranks if they disagree, UnsupportedError for an op that the
         dtype lacks or an algorithm that cannot run here, ArrayError for strides, read-only or partly overlapping arrays.
         """
-        if out is None and algorithm is None and order is None and not async_op and op == "sum" and self._group is None and factor is None:
+        if (
+            out is None
+            and algorithm is None
+            and order is None
+            and not async_op
+            and op == "sum"
+            and self._group is None
+            and factor is None
+        ):
             if self._fast_all_reduce(x):
                 return x
         if out is None and not is_immutable(x):
@@ -377,7 +482,13 @@ class Communicator:
             self._expect("all_reduce", "out", target.count, source.count)
             check_overlap(source, target, "all_reduce")
         operation = self._op(op, source.dtype, factor)
-        if self._group is not None and algorithm is None and order is None and source.nbytes < _PACK_BELOW and op != "premul_sum":
+        if (
+            self._group is not None
+            and algorithm is None
+            and order is None
+            and source.nbytes < _PACK_BELOW
+            and op != "premul_sum"
+        ):
             return self._group.add_all_reduce(source, target, op, result)
         return self._run(
             "all_reduce", source, target, count=source.count, dtype=source.dtype, op=operation, nbytes=source.nbytes,
@@ -472,7 +583,9 @@ class Communicator:
     ) -> Any:
         """`reduce_scatter` with blocks of `counts[r]` elements of the flat x for rank r; equal `counts` on all ranks."""
         lengths = self._counts(counts)
-        source, target, buffer, result = self._in_out("reduce_scatter_v", x, out, lambda v: (lengths[self.rank],))
+        source, target, buffer, result = self._in_out(
+            "reduce_scatter_v", x, out, lambda v: (lengths[self.rank],)
+        )
         self._expect("reduce_scatter_v", "x", source.count, sum(lengths))
         self._expect("reduce_scatter_v", "out", target.count, lengths[self.rank])
         check_overlap(source, target, "reduce_scatter_v")
@@ -483,7 +596,9 @@ class Communicator:
 
     # ---- movements ----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, x: Any, root: int = 0, *, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def broadcast(
+        self, x: Any, root: int = 0, *, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
         """Copies the array of `root` into x on every rank (a new array where x is immutable). Returns it.
 
         x  any shape; count and dtype equal on all ranks
@@ -499,7 +614,9 @@ class Communicator:
             algorithm=algorithm, async_op=async_op, result=result, keep=(x, buffer),
         )  # fmt: skip
 
-    def all_gather(self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def all_gather(
+        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
         """Joins the arrays of all ranks, in rank order, on every rank.
 
         x    shape (k, ...), equal on all ranks; the result has shape (size·k, ...); a scalar gives (size,)
@@ -525,7 +642,13 @@ class Communicator:
         )  # fmt: skip
 
     def all_gather_v(
-        self, x: Any, counts: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+        self,
+        x: Any,
+        counts: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """`all_gather` of arrays whose first axes differ in length.
 
@@ -535,10 +658,18 @@ class Communicator:
         source = view(x, writable=False, what="all_gather_v: x")
         row = int(np.prod(source.shape[1:], dtype=np.int64)) if source.shape else 1
         rows = source.shape[0] if source.shape else 1
-        lengths = self._counts(counts) if counts is not None else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+        lengths = (
+            self._counts(counts)
+            if counts is not None
+            else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+        )
         if lengths[self.rank] != rows:
-            raise ArrayError(f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}")
-        source, target, buffer, result = self._in_out("all_gather_v", x, out, lambda v: (sum(lengths), *v.shape[1:]))
+            raise ArrayError(
+                f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
+            )
+        source, target, buffer, result = self._in_out(
+            "all_gather_v", x, out, lambda v: (sum(lengths), *v.shape[1:])
+        )
         self._expect("all_gather_v", "out", target.count, sum(lengths) * row)
         check_overlap(source, target, "all_gather_v")
         return self._run(
@@ -546,33 +677,69 @@ class Communicator:
             algorithm=algorithm, async_op=async_op, result=result, keep=(x, buffer),
         )  # fmt: skip
 
-    def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """`all_gather` whose result only `root` gets; the others get None."""
         return self._gather("gather", x, root, None, out, algorithm, async_op)
 
     def gather_v(
-        self, x: Any, root: int = 0, counts: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+        self,
+        x: Any,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """`all_gather_v` whose result only `root` gets; the others get None."""
         source = view(x, writable=False, what="gather_v: x")
         rows = source.shape[0] if source.shape else 1
-        lengths = self._counts(counts) if counts is not None else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+        lengths = (
+            self._counts(counts)
+            if counts is not None
+            else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+        )
         if lengths[self.rank] != rows:
-            raise ArrayError(f"gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}")
+            raise ArrayError(
+                f"gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
+            )
         return self._gather("gather_v", x, root, lengths, out, algorithm, async_op)
 
     def _gather(
-        self, what: str, x: Any, root: int, lengths: list[int] | None, out: Any, algorithm: str | None, async_op: bool
+        self,
+        what: str,
+        x: Any,
+        root: int,
+        lengths: list[int] | None,
+        out: Any,
+        algorithm: str | None,
+        async_op: bool,
     ) -> Any:
         root = self._root(root)
         source = view(x, writable=False, what=f"{what}: x")
         row = int(np.prod(source.shape[1:], dtype=np.int64)) if source.shape else 1
-        rows = self.size * (source.shape[0] if source.shape else 1) if lengths is None else sum(lengths)
+        rows = (
+            self.size * (source.shape[0] if source.shape else 1)
+            if lengths is None
+            else sum(lengths)
+        )
         total = rows * row
         if self.rank == root:
-            source, target, buffer, result = self._in_out(what, x, out, lambda v: (rows, *v.shape[1:]))
+            source, target, buffer, result = self._in_out(
+                what, x, out, lambda v: (rows, *v.shape[1:])
+            )
             self._expect(what, "out", target.count, total)
-            offset = self.rank * source.count if lengths is None else sum(lengths[: self.rank]) * row
+            offset = (
+                self.rank * source.count if lengths is None else sum(lengths[: self.rank]) * row
+            )
             if source.pointer != target.pointer + offset * (source.nbytes // max(1, source.count)):
                 check_overlap(source, target, what)
         else:
@@ -583,7 +750,15 @@ class Communicator:
             root=root, nbytes=total * itemsize, algorithm=algorithm, async_op=async_op, result=result, keep=(x, buffer),
         )  # fmt: skip
 
-    def scatter(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Splits the array of `root` along its first axis; every rank gets its block.
 
         x    on root, shape (size·k, ...); ignored elsewhere (None is fine)
@@ -592,30 +767,52 @@ class Communicator:
         return self._scatter("scatter", x, root, None, out, algorithm, async_op)
 
     def scatter_v(
-        self, x: Any, counts: Sequence[int], root: int = 0, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+        self,
+        x: Any,
+        counts: Sequence[int],
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """`scatter` with blocks of `counts[r]` rows for rank r; equal `counts` on all ranks."""
         return self._scatter("scatter_v", x, root, self._counts(counts), out, algorithm, async_op)
 
     def _scatter(
-        self, what: str, x: Any, root: int, lengths: list[int] | None, out: Any, algorithm: str | None, async_op: bool
+        self,
+        what: str,
+        x: Any,
+        root: int,
+        lengths: list[int] | None,
+        out: Any,
+        algorithm: str | None,
+        async_op: bool,
     ) -> Any:
         root = self._root(root)
         if self.rank == root:
             given = view(x, writable=False, what=f"{what}: x")
             rows = given.shape[0] if given.shape else 1
             if lengths is None and rows % self.size:
-                raise ArrayError(f"{what}: the first axis of x has length {rows}, no multiple of {self.size} ranks; use scatter_v")
+                raise ArrayError(
+                    f"{what}: the first axis of x has length {rows}, no multiple of {self.size} ranks; use scatter_v"
+                )
             if lengths is not None and sum(lengths) != rows:
-                raise ArrayError(f"{what}: the first axis of x has length {rows}, counts sum to {sum(lengths)}")
+                raise ArrayError(
+                    f"{what}: the first axis of x has length {rows}, counts sum to {sum(lengths)}"
+                )
             row = given.count // rows if rows else int(np.prod(given.shape[1:], dtype=np.int64))
             mine = rows // self.size if lengths is None else lengths[self.rank]
-            source, target, buffer, result = self._in_out(what, x, out, lambda v: (mine, *v.shape[1:]))
+            source, target, buffer, result = self._in_out(
+                what, x, out, lambda v: (mine, *v.shape[1:])
+            )
             self._expect(what, "out", target.count, mine * row)
             blocks = [c * row for c in lengths] if lengths is not None else mine * row
         else:
             if out is None:
-                raise ArrayError(f"{what}: rank {self.rank} is not the root and must pass out= an array for its block")
+                raise ArrayError(
+                    f"{what}: rank {self.rank} is not the root and must pass out= an array for its block"
+                )
             source, target = None, view(out, writable=True, what=f"{what}: out")
             buffer, result = out, lambda: out
             if lengths is None:
@@ -623,7 +820,9 @@ class Communicator:
             else:
                 rows = target.shape[0] if target.shape else 1
                 if rows != lengths[self.rank]:
-                    raise ArrayError(f"{what}: out has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}")
+                    raise ArrayError(
+                        f"{what}: out has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
+                    )
                 row = int(np.prod(target.shape[1:], dtype=np.int64))
                 blocks = [c * row for c in lengths]
         assert target is not None
@@ -633,7 +832,9 @@ class Communicator:
             algorithm=algorithm, async_op=async_op, result=result, keep=(x, buffer),
         )  # fmt: skip
 
-    def all_to_all(self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False) -> Any:
+    def all_to_all(
+        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
         """Sends block d of x to rank d; block s of the result came from rank s.
 
         x  shape (size·k, ...); the result has the same shape. With out=x the input is copied first.
@@ -641,7 +842,9 @@ class Communicator:
         source = view(x, writable=False, what="all_to_all: x")
         rows = source.shape[0] if source.shape else 1
         if rows % self.size:
-            raise ArrayError(f"all_to_all: the first axis of x has length {rows}, no multiple of {self.size} ranks; use all_to_all_v")
+            raise ArrayError(
+                f"all_to_all: the first axis of x has length {rows}, no multiple of {self.size} ranks; use all_to_all_v"
+            )
         source, target, buffer, result = self._in_out("all_to_all", x, out, lambda v: v.shape)
         self._expect("all_to_all", "out", target.count, source.count)
         check_overlap(source, target, "all_to_all")
@@ -673,13 +876,21 @@ class Communicator:
         recv_counts  rows that come from each rank; found out with a small all_to_all if not given
         """
         sends = self._counts(send_counts)
-        receives = self._counts(recv_counts) if recv_counts is not None else [int(c) for c in self.all_to_all(np.array(sends, np.int64))]
+        receives = (
+            self._counts(recv_counts)
+            if recv_counts is not None
+            else [int(c) for c in self.all_to_all(np.array(sends, np.int64))]
+        )
         source = view(x, writable=False, what="all_to_all_v: x")
         rows = source.shape[0] if source.shape else 1
         if sum(sends) != rows:
-            raise ArrayError(f"all_to_all_v: the first axis of x has length {rows}, send_counts sum to {sum(sends)}")
+            raise ArrayError(
+                f"all_to_all_v: the first axis of x has length {rows}, send_counts sum to {sum(sends)}"
+            )
         row = int(np.prod(source.shape[1:], dtype=np.int64))
-        source, target, buffer, result = self._in_out("all_to_all_v", x, out, lambda v: (sum(receives), *v.shape[1:]))
+        source, target, buffer, result = self._in_out(
+            "all_to_all_v", x, out, lambda v: (sum(receives), *v.shape[1:])
+        )
         self._expect("all_to_all_v", "out", target.count, sum(receives) * row)
         if overlap(source, target) != "none":
             raise ArrayError("all_to_all_v: out shares memory with x; pass another array")
@@ -688,9 +899,11 @@ class Communicator:
             dtype=source.dtype, nbytes=ANY_PAIR, algorithm=algorithm, async_op=async_op, result=result, keep=(x, buffer),
         )  # fmt: skip
 
-    def barrier(self, *, async_op: bool = False) -> Any:
+    def barrier(self, *, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Returns when all ranks have called it."""
-        return self._run("barrier", None, None, async_op=async_op, result=lambda: None)
+        return self._run(
+            "barrier", None, None, algorithm=algorithm, async_op=async_op, result=lambda: None
+        )
 
     def _counts(self, counts: Sequence[int]) -> list[int]:
         lengths = [int(c) for c in counts]
@@ -720,14 +933,27 @@ class Communicator:
         posted = self._post("post_recv", source, tag, target, async_op or self._group is not None)
         return self._finish_transfers([posted], lambda: out, (out, target), async_op)
 
-    def sendrecv(self, x: Any, dest: int, out: Any, source: int, send_tag: int = 0, recv_tag: int = 0, *, async_op: bool = False) -> Any:
+    def sendrecv(
+        self,
+        x: Any,
+        dest: int,
+        out: Any,
+        source: int,
+        send_tag: int = 0,
+        recv_tag: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Any:
         """Sends x to `dest` and receives `out` from `source` at the same time: never a deadlock. Returns out."""
         outgoing = view(x, writable=False, what="sendrecv: x")
         incoming = view(out, writable=True, what="sendrecv: out")
         if overlap(outgoing, incoming) != "none":
             raise ArrayError("sendrecv: x and out share memory; pass two arrays")
         background = async_op or self._group is not None
-        posted = [self._post("post_recv", source, recv_tag, incoming, background), self._post("post_send", dest, send_tag, outgoing, background)]
+        posted = [
+            self._post("post_recv", source, recv_tag, incoming, background),
+            self._post("post_send", dest, send_tag, outgoing, background),
+        ]
         return self._finish_transfers(posted, lambda: out, (x, out, outgoing, incoming), async_op)
 
     def _post(self, method: str, peer: int, tag: int, v: View, background: bool) -> Any:
@@ -736,9 +962,13 @@ class Communicator:
             raise ValueError(f"rank {peer} is out of range: ranks are 0 to {self.size - 1}")
         if not 0 <= tag < 1 << 32:
             raise ValueError(f"tag {tag} is out of range: 0 to 2**32 - 1")
-        return getattr(self._core, method)(peer, tag, _DTYPE[v.dtype], v.pointer, v.nbytes, background)
+        return getattr(self._core, method)(
+            peer, tag, _DTYPE[v.dtype], v.pointer, v.nbytes, background
+        )
 
-    def _finish_transfers(self, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...], async_op: bool) -> Any:
+    def _finish_transfers(
+        self, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...], async_op: bool
+    ) -> Any:
         work = TransferWork(self._core, posted, result, keep)
         if self._group is not None:
             return self._group.add_transfers(work)
@@ -760,7 +990,14 @@ class Communicator:
 
     # ---- symmetric memory ---------------------------------------------------------------------------------------------
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: str = "cpu", *, kind: str = "numpy") -> Any:
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        device: str = "cpu",
+        *,
+        kind: str = "numpy",
+    ) -> Any:
         """An uninitialised symmetric array: mapped into all ranks of the node, so that collectives on it copy nothing. Collective.
 
         shape   equal on all ranks
@@ -769,7 +1006,9 @@ class Communicator:
         The memory lives as long as the array; ranks may drop theirs at different times.
         """
         if device != "cpu":
-            raise UnsupportedError(f"device {device!r}: this build has symmetric memory on hosts only")
+            raise UnsupportedError(
+                f"device {device!r}: this build has symmetric memory on hosts only"
+            )
         self._check_open()
         dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         name = dtype_name(dtype)
@@ -799,7 +1038,13 @@ class Communicator:
         """What would run for a call of `nbytes`, why, and what it is expected to take, as text."""
         from .tuning.explain import explain
 
-        return explain(collective, nbytes, self.nodes, one_region=bool(self._core.one_region) or self.size == 1, tuner=self._tuner)
+        return explain(
+            collective,
+            nbytes,
+            self.nodes,
+            one_region=bool(self._core.one_region) or self.size == 1,
+            tuner=self._tuner,
+        )
 
 
 # nbytes of an all_to_all_v: pairs have sizes of their own, which ranks cannot compare; the algorithm must not depend on them.
@@ -825,7 +1070,9 @@ class _Group:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._entries: list[tuple[Callable[[], Any], GroupWork]] = []
-        self._packs: dict[tuple[str, str], list[tuple[View, View, Callable[[], Any], GroupWork]]] = {}
+        self._packs: dict[
+            tuple[str, str], list[tuple[View, View, Callable[[], Any], GroupWork]]
+        ] = {}
         self._transfers: list[TransferWork] = []
 
     def __enter__(self) -> _Group:
@@ -839,7 +1086,9 @@ class _Group:
         self._entries.append((run, work))
         return work
 
-    def add_all_reduce(self, source: View, target: View, op: str, result: Callable[[], Any]) -> GroupWork:
+    def add_all_reduce(
+        self, source: View, target: View, op: str, result: Callable[[], Any]
+    ) -> GroupWork:
         work = GroupWork()
         pack = self._packs.get((source.dtype, op))
         if pack is None:
@@ -860,19 +1109,37 @@ class _Group:
         at = 0
         for source, _, _, _ in pack:
             if source.nbytes:
-                packed[at : at + source.nbytes] = from_pointer(source.pointer, (source.nbytes,), "uint8", owner=source.owner)
+                packed[at : at + source.nbytes] = from_pointer(
+                    source.pointer, (source.nbytes,), "uint8", owner=source.owner
+                )
             at += source.nbytes
         v = view(packed, writable=True)
         count = total // _core.itemsizes[dtype]
-        comm._run("all_reduce", v, v, count=count, dtype=dtype, op=(_OP[op], 1.0, 0.0), nbytes=total, result=lambda: None)
+        comm._run(
+            "all_reduce",
+            v,
+            v,
+            count=count,
+            dtype=dtype,
+            op=(_OP[op], 1.0, 0.0),
+            nbytes=total,
+            result=lambda: None,
+        )
         at = 0
         for _, target, result, work in pack:
             if target.nbytes:
-                from_pointer(target.pointer, (target.nbytes,), "uint8", owner=target.owner)[:] = packed[at : at + target.nbytes]
+                from_pointer(target.pointer, (target.nbytes,), "uint8", owner=target.owner)[:] = (
+                    packed[at : at + target.nbytes]
+                )
             at += target.nbytes
             work.complete(result())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         comm = self._comm
         comm._group = None
         if error is not None:
@@ -900,8 +1167,8 @@ def init(source: Any = None, *, timeout: float | None = None) -> Communicator:
 
 
 def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
-    """The communicator of the ranks of an mpi4py communicator (or of a part of one). Collective over it."""
-    return init(comm, timeout=timeout)
+    """The same as `Communicator.from_mpi`."""
+    return Communicator.from_mpi(comm, timeout=timeout)
 
 
 def run_threads(
@@ -943,7 +1210,9 @@ def run_threads(
             if comm is not None:
                 comm.close()
 
-    threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(n)]
+    threads = [
+        threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(n)
+    ]
     for t in threads:
         t.start()
     for t in threads:

@@ -82,7 +82,9 @@ class QueuedWork(Work):
 class TransferWork(Work):
     """Sends and receives that are under way."""
 
-    def __init__(self, core: Any, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...]) -> None:
+    def __init__(
+        self, core: Any, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...]
+    ) -> None:
         self._core = core
         self.posted = posted
         self._result = result

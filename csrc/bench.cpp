@@ -22,8 +22,8 @@ void touch(const TouchedInput& input) {
 
 }  // namespace
 
-std::vector<Stamp> time_loop(int warmup, int iterations, const TouchedInput& touched, const std::function<void()>& meet,
-                             const std::function<void()>& body) {
+std::vector<Stamp> time_loop(int warmup, int iterations, const TouchedInput& touched,
+                             const std::function<void()>& meet, const std::function<void()>& body) {
   std::vector<Stamp> stamps(iterations);
   for (int i = -warmup; i < iterations; ++i) {
     touch(touched);

@@ -1,8 +1,9 @@
 // Timed loops in C++, so that libraries are compared without the cost of calling them from Python.
 //
-// Each iteration rewrites the input, meets the other ranks in a barrier that is not part of the time, and takes the clock before and
-// after the call. Ranks of one host share a clock (CLOCK_MONOTONIC): the caller takes, per iteration, the latest end minus
-// the latest start over the ranks.
+// Each iteration rewrites the input, meets the other ranks in a barrier that is not part of the
+// time, and takes the clock before and after the call. Ranks of one host share a clock
+// (CLOCK_MONOTONIC): the caller takes, per iteration, the latest end minus the latest start over
+// the ranks.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +19,17 @@ struct Stamp {
 };
 
 struct TouchedInput {
-  std::byte* data = nullptr;  // rewritten with the bytes it has: cached lines become this core's own
+  std::byte* data =
+      nullptr;  // rewritten with the bytes it has: cached lines become this core's own
   std::size_t bytes = 0;
 };
 
 // `meet` is a barrier over the ranks that take part; `body` the call.
-std::vector<Stamp> time_loop(int warmup, int iterations, const TouchedInput& touched, const std::function<void()>& meet,
-                             const std::function<void()>& body);
+std::vector<Stamp> time_loop(int warmup, int iterations, const TouchedInput& touched,
+                             const std::function<void()>& meet, const std::function<void()>& body);
 
-// Median time, in seconds, in which two ranks of a region exchange a cache line; 0 with fewer than two. Collective.
+// Median time, in seconds, in which two ranks of a region exchange a cache line; 0 with fewer than
+// two. Collective.
 double cache_line_exchange(Communicator& comm, int rounds);
 
 }  // namespace collectives

@@ -1,6 +1,7 @@
-// The Python module collectives._core. Thin: names and pointers in, names and numbers out; what arrays and errors mean to
-// Python lives in the package. The calls themselves are plain CPython functions (not pybind11's), since a 4-byte
-// all_reduce takes less time than pybind11 needs to look at its arguments.
+// The Python module collectives._core. Thin: names and pointers in, names and numbers out; what
+// arrays and errors mean to Python lives in the package. The calls themselves are plain CPython
+// functions (not pybind11's), since a 4-byte all_reduce takes less time than pybind11 needs to look
+// at its arguments.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -26,18 +27,26 @@ using namespace collectives;
 
 namespace {
 
-// ---- errors ------------------------------------------------------------------------------------------------------------
+// ---- errors
+// ------------------------------------------------------------------------------------------------------------
 
 const char* python_class(ErrorKind kind) {
   switch (kind) {
-    case ErrorKind::mismatch: return "MismatchError";
-    case ErrorKind::deadline: return "DeadlineError";
-    case ErrorKind::peer_died: return "PeerDiedError";
-    case ErrorKind::aborted: return "AbortedError";
-    case ErrorKind::closed: return "ClosedError";
-    case ErrorKind::unsupported: return "UnsupportedError";
+    case ErrorKind::mismatch:
+      return "MismatchError";
+    case ErrorKind::deadline:
+      return "DeadlineError";
+    case ErrorKind::peer_died:
+      return "PeerDiedError";
+    case ErrorKind::aborted:
+      return "AbortedError";
+    case ErrorKind::closed:
+      return "ClosedError";
+    case ErrorKind::unsupported:
+      return "UnsupportedError";
     case ErrorKind::invalid:
-    case ErrorKind::system: break;
+    case ErrorKind::system:
+      break;
   }
   return "CollectiveError";
 }
@@ -66,7 +75,8 @@ void translate() {
   }
 }
 
-// ---- the GIL during waits ----------------------------------------------------------------------------------------------
+// ---- the GIL during waits
+// ----------------------------------------------------------------------------------------------
 
 void* give_up_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
 void take_back_gil(void* state) {
@@ -81,7 +91,8 @@ void look_at_signals(void*& state) {
   state = PyEval_SaveThread();
 }
 
-// ---- calls -------------------------------------------------------------------------------------------------------------
+// ---- calls
+// -------------------------------------------------------------------------------------------------------------
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
@@ -94,9 +105,12 @@ struct Caller {
   std::vector<std::pair<std::uint64_t, int>> all_reduce_choice;
 };
 
-Caller& caller_of(PyObject* self) { return *static_cast<Caller*>(PyCapsule_GetPointer(self, "collectives.caller")); }
+Caller& caller_of(PyObject* self) {
+  return *static_cast<Caller*>(PyCapsule_GetPointer(self, "collectives.caller"));
+}
 
-void run_call(Caller& caller, const Call& call, const Communicator::Options& options, std::size_t bytes) {
+void run_call(Caller& caller, const Call& call, const Communicator::Options& options,
+              std::size_t bytes) {
   if (bytes < kHoldGilBelow && !caller.comm->config().threads) {
     caller.comm->run(call, options);
   } else {
@@ -110,29 +124,45 @@ int dtype_of_format(const char* format) {
   if (format == nullptr) return static_cast<int>(Dtype::uint8);
   if (*format == '@' || *format == '=' || *format == '<') ++format;
   if (format[0] == 'Z' && format[1] != 0 && format[2] == 0)
-    return format[1] == 'f' ? static_cast<int>(Dtype::complex64) : format[1] == 'd' ? static_cast<int>(Dtype::complex128) : -1;
+    return format[1] == 'f'   ? static_cast<int>(Dtype::complex64)
+           : format[1] == 'd' ? static_cast<int>(Dtype::complex128)
+                              : -1;
   if (format[0] == 0 || format[1] != 0) return -1;
   switch (format[0]) {
-    case 'e': return static_cast<int>(Dtype::float16);
-    case 'f': return static_cast<int>(Dtype::float32);
-    case 'd': return static_cast<int>(Dtype::float64);
-    case 'b': return static_cast<int>(Dtype::int8);
-    case 'h': return static_cast<int>(Dtype::int16);
-    case 'i': return static_cast<int>(Dtype::int32);
+    case 'e':
+      return static_cast<int>(Dtype::float16);
+    case 'f':
+      return static_cast<int>(Dtype::float32);
+    case 'd':
+      return static_cast<int>(Dtype::float64);
+    case 'b':
+      return static_cast<int>(Dtype::int8);
+    case 'h':
+      return static_cast<int>(Dtype::int16);
+    case 'i':
+      return static_cast<int>(Dtype::int32);
     case 'l':
-    case 'q': return static_cast<int>(Dtype::int64);
-    case 'B': return static_cast<int>(Dtype::uint8);
-    case 'H': return static_cast<int>(Dtype::uint16);
-    case 'I': return static_cast<int>(Dtype::uint32);
+    case 'q':
+      return static_cast<int>(Dtype::int64);
+    case 'B':
+      return static_cast<int>(Dtype::uint8);
+    case 'H':
+      return static_cast<int>(Dtype::uint16);
+    case 'I':
+      return static_cast<int>(Dtype::uint32);
     case 'L':
-    case 'Q': return static_cast<int>(Dtype::uint64);
-    case '?': return static_cast<int>(Dtype::boolean);
-    default: return -1;
+    case 'Q':
+      return static_cast<int>(Dtype::uint64);
+    case '?':
+      return static_cast<int>(Dtype::boolean);
+    default:
+      return -1;
   }
 }
 
-// all_reduce_in_place(x) -> bool: sums x over the ranks with the default algorithm if x is a plain writable contiguous
-// buffer of a native dtype; False (nothing done) for anything else, which the general path then judges.
+// all_reduce_in_place(x) -> bool: sums x over the ranks with the default algorithm if x is a plain
+// writable contiguous buffer of a native dtype; False (nothing done) for anything else, which the
+// general path then judges.
 PyObject* fast_all_reduce(PyObject* self, PyObject* x) {
   Caller& caller = caller_of(self);
   Py_buffer buffer;
@@ -141,7 +171,8 @@ PyObject* fast_all_reduce(PyObject* self, PyObject* x) {
     Py_RETURN_FALSE;
   }
   const int dtype = dtype_of_format(buffer.format);
-  if (dtype < 0 || caller.all_reduce_choice.empty() || size_of(static_cast<Dtype>(dtype)) != static_cast<std::size_t>(buffer.itemsize)) {
+  if (dtype < 0 || caller.all_reduce_choice.empty() ||
+      size_of(static_cast<Dtype>(dtype)) != static_cast<std::size_t>(buffer.itemsize)) {
     PyBuffer_Release(&buffer);
     Py_RETURN_FALSE;
   }
@@ -173,16 +204,20 @@ Blocks to_blocks(PyObject* o, int n) {
   if (PyLong_Check(o)) return Blocks::equal(PyLong_AsUnsignedLongLong(o));
   const auto numbers = [](PyObject* list) {
     std::vector<std::uint64_t> v;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) v.push_back(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i)));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
+      v.push_back(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i)));
     return v;
   };
   if (PyList_Check(o)) return Blocks::table(numbers(o));
-  if (PyTuple_Check(o) && PyTuple_GET_SIZE(o) == 1) return Blocks::split(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(o, 0)), n);
+  if (PyTuple_Check(o) && PyTuple_GET_SIZE(o) == 1)
+    return Blocks::split(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(o, 0)), n);
   return Blocks::table(numbers(PyTuple_GET_ITEM(o, 0)), numbers(PyTuple_GET_ITEM(o, 1)));
 }
 
-// (collective, dtype, op, root, in, out, count, in_blocks, out_blocks, algorithm, order, re, im): numbers throughout.
-bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call, Communicator::Options* options) {
+// (collective, dtype, op, root, in, out, count, in_blocks, out_blocks, algorithm, order, re, im):
+// numbers throughout.
+bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call,
+                Communicator::Options* options) {
   if (nargs != 13) {
     PyErr_Format(PyExc_TypeError, "a call takes 13 arguments, not %zd", nargs);
     return false;
@@ -209,7 +244,8 @@ PyObject* fast_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
     Call call;
     Communicator::Options options;
     if (!parse_call(args, nargs, *caller.comm, &call, &options)) return nullptr;
-    const std::uint64_t elements = call.count + call.in.total(caller.comm->size()) + call.out.total(caller.comm->size());
+    const std::uint64_t elements =
+        call.count + call.in.total(caller.comm->size()) + call.out.total(caller.comm->size());
     run_call(caller, call, options, elements * size_of(call.dtype));
   } catch (...) {
     translate();
@@ -232,21 +268,29 @@ PyObject* fast_submit(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
 }
 
 PyMethodDef caller_methods[] = {
-    {"all_reduce_in_place", fast_all_reduce, METH_O, "Sums a plain buffer in place; False if it is not one."},
-    {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_call)), METH_FASTCALL, "Runs a call."},
-    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_submit)), METH_FASTCALL, "Queues a call."},
+    {"all_reduce_in_place", fast_all_reduce, METH_O,
+     "Sums a plain buffer in place; False if it is not one."},
+    {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_call)), METH_FASTCALL,
+     "Runs a call."},
+    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_submit)),
+     METH_FASTCALL, "Queues a call."},
 };
 
-py::tuple make_caller(const CommunicatorPtr& comm, const std::vector<std::pair<std::uint64_t, int>>& all_reduce_choice) {
-  const py::capsule capsule(new Caller{comm, all_reduce_choice}, "collectives.caller", [](PyObject* o) {
-    delete static_cast<Caller*>(PyCapsule_GetPointer(o, "collectives.caller"));
-  });
+py::tuple make_caller(const CommunicatorPtr& comm,
+                      const std::vector<std::pair<std::uint64_t, int>>& all_reduce_choice) {
+  const py::capsule capsule(
+      new Caller{comm, all_reduce_choice}, "collectives.caller", [](PyObject* o) {
+        delete static_cast<Caller*>(PyCapsule_GetPointer(o, "collectives.caller"));
+      });
   py::tuple functions(3);
-  for (int i = 0; i < 3; ++i) functions[i] = py::reinterpret_steal<py::object>(PyCFunction_New(&caller_methods[i], capsule.ptr()));
+  for (int i = 0; i < 3; ++i)
+    functions[i] =
+        py::reinterpret_steal<py::object>(PyCFunction_New(&caller_methods[i], capsule.ptr()));
   return functions;
 }
 
-// ---- schedules ---------------------------------------------------------------------------------------------------------
+// ---- schedules
+// ---------------------------------------------------------------------------------------------------------
 
 using TransferTuple = std::tuple<int, int, int, bool, int>;
 
@@ -302,7 +346,8 @@ py::list lowered_steps(const Schedule& s, int rank, const std::string& order) {
   return channels;
 }
 
-// ---- timing ------------------------------------------------------------------------------------------------------------
+// ---- timing
+// ------------------------------------------------------------------------------------------------------------
 
 std::vector<std::pair<std::uint64_t, std::uint64_t>> pairs_of(const std::vector<Stamp>& stamps) {
   std::vector<std::pair<std::uint64_t, std::uint64_t>> v;
@@ -315,7 +360,7 @@ void meet(Communicator& comm) {
   Call barrier;
   barrier.collective = Collective::barrier;
   Communicator::Options options;
-  options.algorithm = comm.intern("recursive_doubling");
+  options.algorithm = Communicator::kDefault;
   comm.run(barrier, options);
 }
 
@@ -343,10 +388,12 @@ PYBIND11_MODULE(_core, m) {
   py::dict itemsizes;
   for (int i = 0; i < kDtypeCount; ++i) {
     dtypes.append(std::string{name_of(static_cast<Dtype>(i))});
-    itemsizes[py::str(std::string{name_of(static_cast<Dtype>(i))})] = size_of(static_cast<Dtype>(i));
+    itemsizes[py::str(std::string{name_of(static_cast<Dtype>(i))})] =
+        size_of(static_cast<Dtype>(i));
   }
   for (int i = 0; i < kOpCount; ++i) ops.append(std::string{name_of(static_cast<Op>(i))});
-  for (int i = 0; i < kCollectiveCount; ++i) names.append(std::string{name_of(static_cast<Collective>(i))});
+  for (int i = 0; i < kCollectiveCount; ++i)
+    names.append(std::string{name_of(static_cast<Collective>(i))});
   m.attr("dtypes") = py::tuple(dtypes);
   m.attr("ops") = py::tuple(ops);
   m.attr("collectives") = py::tuple(names);
@@ -358,8 +405,9 @@ PYBIND11_MODULE(_core, m) {
 
   // Schedules.
   py::class_<Schedule>(m, "Schedule")
-      .def(py::init([](const std::string& algorithm, const std::string& collective, int nranks, int nchunks,
-                       const std::vector<std::vector<TransferTuple>>& rounds, int root, const std::vector<int>& node) {
+      .def(py::init([](const std::string& algorithm, const std::string& collective, int nranks,
+                       int nchunks, const std::vector<std::vector<TransferTuple>>& rounds, int root,
+                       const std::vector<int>& node) {
              Schedule s;
              s.algorithm = algorithm;
              s.collective = collective_from_name(collective);
@@ -376,10 +424,11 @@ PYBIND11_MODULE(_core, m) {
              }
              return s;
            }),
-           py::arg("algorithm"), py::arg("collective"), py::arg("nranks"), py::arg("nchunks"), py::arg("rounds"), py::arg("root") = 0,
-           py::arg("node") = std::vector<int>{})
+           py::arg("algorithm"), py::arg("collective"), py::arg("nranks"), py::arg("nchunks"),
+           py::arg("rounds"), py::arg("root") = 0, py::arg("node") = std::vector<int>{})
       .def_readonly("algorithm", &Schedule::algorithm)
-      .def_property_readonly("collective", [](const Schedule& s) { return std::string{name_of(s.collective)}; })
+      .def_property_readonly("collective",
+                             [](const Schedule& s) { return std::string{name_of(s.collective)}; })
       .def_property_readonly("nranks", [](const Schedule& s) { return s.world.nranks; })
       .def_property_readonly("root", [](const Schedule& s) { return s.world.root; })
       .def_property_readonly("node", [](const Schedule& s) { return s.world.node; })
@@ -390,24 +439,41 @@ PYBIND11_MODULE(_core, m) {
                                std::vector<std::vector<TransferTuple>> rounds;
                                for (const Round& round : s.rounds) {
                                  auto& out = rounds.emplace_back();
-                                 for (const Transfer& t : round) out.emplace_back(t.src, t.dst, t.chunk, t.reduce, t.channel);
+                                 for (const Transfer& t : round)
+                                   out.emplace_back(t.src, t.dst, t.chunk, t.reduce, t.channel);
                                }
                                return rounds;
                              })
       .def("verify", [](const Schedule& s) { verify(s); })
       .def("cost", &cost_dict)
       .def("lowered", &lowered_steps, py::arg("rank"), py::arg("order") = "any")
-      .def("check_deadlock", [](const Schedule& s, int depth, const std::string& order) {
-        std::vector<RankProgram> ranks;
-        for (int r = 0; r < s.world.nranks; ++r) ranks.push_back(lower(s, r, order == "rank" ? Order::rank : Order::any));
-        check_deadlock(ranks, depth);
-      }, py::arg("depth") = 1, py::arg("order") = "any");
-  m.def("build_schedule", [](const std::string& name, const std::string& collective, int nranks, int root, const std::vector<int>& node) {
-    return build_schedule(name, collective_from_name(collective), make_world(nranks, root, node));
-  }, py::arg("algorithm"), py::arg("collective"), py::arg("nranks"), py::arg("root") = 0, py::arg("node") = std::vector<int>{});
-  m.def("why_unsupported", [](const std::string& name, const std::string& collective, int nranks, int root, const std::vector<int>& node) {
-    return why_unsupported(name, collective_from_name(collective), make_world(nranks, root, node));
-  }, py::arg("algorithm"), py::arg("collective"), py::arg("nranks"), py::arg("root") = 0, py::arg("node") = std::vector<int>{});
+      .def(
+          "check_deadlock",
+          [](const Schedule& s, int depth, const std::string& order) {
+            std::vector<RankProgram> ranks;
+            for (int r = 0; r < s.world.nranks; ++r)
+              ranks.push_back(lower(s, r, order == "rank" ? Order::rank : Order::any));
+            check_deadlock(ranks, depth);
+          },
+          py::arg("depth") = 1, py::arg("order") = "any");
+  m.def(
+      "build_schedule",
+      [](const std::string& name, const std::string& collective, int nranks, int root,
+         const std::vector<int>& node) {
+        return build_schedule(name, collective_from_name(collective),
+                              make_world(nranks, root, node));
+      },
+      py::arg("algorithm"), py::arg("collective"), py::arg("nranks"), py::arg("root") = 0,
+      py::arg("node") = std::vector<int>{});
+  m.def(
+      "why_unsupported",
+      [](const std::string& name, const std::string& collective, int nranks, int root,
+         const std::vector<int>& node) {
+        return why_unsupported(name, collective_from_name(collective),
+                               make_world(nranks, root, node));
+      },
+      py::arg("algorithm"), py::arg("collective"), py::arg("nranks"), py::arg("root") = 0,
+      py::arg("node") = std::vector<int>{});
   m.def("algorithms", [] {
     py::list list;
     for (const Algorithm* a : algorithms()) {
@@ -426,7 +492,8 @@ PYBIND11_MODULE(_core, m) {
       .def("handle", &Region::handle)
       .def("close_handle", &Region::close_handle)
       .def_property_readonly("bytes", &Region::bytes);
-  const auto shape_of = [](int nranks, std::size_t fifo_slot, int fifo_depth, std::size_t stage_slot, int stage_depth) {
+  const auto shape_of = [](int nranks, std::size_t fifo_slot, int fifo_depth,
+                           std::size_t stage_slot, int stage_depth) {
     RegionShape shape;
     shape.nranks = nranks;
     shape.channels = Communicator::kChannels;
@@ -436,13 +503,24 @@ PYBIND11_MODULE(_core, m) {
     shape.stage_depth = stage_depth;
     return shape;
   };
-  m.def("make_region", [shape_of](bool shared, int nranks, std::size_t fifo_slot, int fifo_depth, std::size_t stage_slot, int stage_depth) {
-    const RegionShape shape = shape_of(nranks, fifo_slot, fifo_depth, stage_slot, stage_depth);
-    return shared ? Region::make_shared(shape) : Region::make_private(shape);
-  }, py::arg("shared"), py::arg("nranks"), py::kw_only(), py::arg("fifo_slot"), py::arg("fifo_depth"), py::arg("stage_slot"), py::arg("stage_depth"));
-  m.def("open_region", [shape_of](const std::string& handle, int nranks, std::size_t fifo_slot, int fifo_depth, std::size_t stage_slot, int stage_depth) {
-    return Region::open(shape_of(nranks, fifo_slot, fifo_depth, stage_slot, stage_depth), handle);
-  }, py::arg("handle"), py::arg("nranks"), py::kw_only(), py::arg("fifo_slot"), py::arg("fifo_depth"), py::arg("stage_slot"), py::arg("stage_depth"));
+  m.def(
+      "make_region",
+      [shape_of](bool shared, int nranks, std::size_t fifo_slot, int fifo_depth,
+                 std::size_t stage_slot, int stage_depth) {
+        const RegionShape shape = shape_of(nranks, fifo_slot, fifo_depth, stage_slot, stage_depth);
+        return shared ? Region::make_shared(shape) : Region::make_private(shape);
+      },
+      py::arg("shared"), py::arg("nranks"), py::kw_only(), py::arg("fifo_slot"),
+      py::arg("fifo_depth"), py::arg("stage_slot"), py::arg("stage_depth"));
+  m.def(
+      "open_region",
+      [shape_of](const std::string& handle, int nranks, std::size_t fifo_slot, int fifo_depth,
+                 std::size_t stage_slot, int stage_depth) {
+        return Region::open(shape_of(nranks, fifo_slot, fifo_depth, stage_slot, stage_depth),
+                            handle);
+      },
+      py::arg("handle"), py::arg("nranks"), py::kw_only(), py::arg("fifo_slot"),
+      py::arg("fifo_depth"), py::arg("stage_slot"), py::arg("stage_depth"));
 
   py::class_<MpiTransport, std::shared_ptr<MpiTransport>>(m, "MpiTransport")
       .def(py::init([](std::uintptr_t comm, std::size_t slot_bytes, int depth, double timeout) {
@@ -453,11 +531,14 @@ PYBIND11_MODULE(_core, m) {
              py::gil_scoped_release release;
              return std::make_shared<MpiTransport>(mpi_from_loaded_library(), comm, options);
            }),
-           py::arg("comm"), py::kw_only(), py::arg("slot_bytes"), py::arg("depth"), py::arg("timeout"))
-      .def_property_readonly("threads", [](MpiTransport& t) { return std::string{name_of(t.threads())}; })
+           py::arg("comm"), py::kw_only(), py::arg("slot_bytes"), py::arg("depth"),
+           py::arg("timeout"))
+      .def_property_readonly("threads",
+                             [](MpiTransport& t) { return std::string{name_of(t.threads())}; })
       .def_property_readonly("any_thread", &MpiTransport::any_thread)
       .def_property_readonly("version", [](MpiTransport& t) { return t.mpi().version(); })
-      .def_property_readonly("abi", [](MpiTransport& t) { return std::string{name_of(t.mpi().abi())}; });
+      .def_property_readonly("abi",
+                             [](MpiTransport& t) { return std::string{name_of(t.mpi().abi())}; });
   m.def("loaded_mpi", [] {
     const auto mpi = mpi_from_loaded_library();
     py::dict d;
@@ -481,22 +562,27 @@ PYBIND11_MODULE(_core, m) {
   // Work and communicators.
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("done", &Work::done)
-      .def("wait", [](Work& work, double seconds) {
-        const auto start = std::chrono::steady_clock::now();
-        for (;;) {
-          double slice = 0.05;  // signals are looked at this often
-          if (seconds >= 0) {
-            const double left = seconds - std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-            if (left <= 0) return work.done();
-            slice = std::min(slice, left);
-          }
-          {
-            py::gil_scoped_release release;
-            if (work.wait(slice)) return true;
-          }
-          if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-        }
-      }, py::arg("seconds"))
+      .def(
+          "wait",
+          [](Work& work, double seconds) {
+            const auto start = std::chrono::steady_clock::now();
+            for (;;) {
+              double slice = 0.05;  // signals are looked at this often
+              if (seconds >= 0) {
+                const double left =
+                    seconds -
+                    std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+                if (left <= 0) return work.done();
+                slice = std::min(slice, left);
+              }
+              {
+                py::gil_scoped_release release;
+                if (work.wait(slice)) return true;
+              }
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+            }
+          },
+          py::arg("seconds"))
       .def("raise_error", [](Work& work) {
         if (const auto error = work.error()) std::rethrow_exception(error);
       });
@@ -504,8 +590,9 @@ PYBIND11_MODULE(_core, m) {
   py::class_<TransferState, std::shared_ptr<TransferState>>(m, "PostedTransfer");
 
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
-      .def(py::init([](int rank, int nranks, std::vector<int> node, std::vector<int> local_of, std::shared_ptr<Region> region,
-                       std::shared_ptr<MpiTransport> mpi, bool threads, const HostTuning& tuning, double timeout) {
+      .def(py::init([](int rank, int nranks, std::vector<int> node, std::vector<int> local_of,
+                       std::shared_ptr<Region> region, std::shared_ptr<MpiTransport> mpi,
+                       bool threads, const HostTuning& tuning, double timeout) {
              CommunicatorConfig config;
              config.rank = rank;
              config.nranks = nranks;
@@ -518,8 +605,9 @@ PYBIND11_MODULE(_core, m) {
              config.timeout_s = timeout;
              return std::make_shared<Communicator>(std::move(config));
            }),
-           py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"), py::arg("region"), py::arg("mpi"),
-           py::arg("threads"), py::arg("tuning"), py::arg("timeout"))
+           py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"),
+           py::arg("region"), py::arg("mpi"), py::arg("threads"), py::arg("tuning"),
+           py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transports", &Communicator::transports)
@@ -532,33 +620,55 @@ PYBIND11_MODULE(_core, m) {
       .def("caller", &make_caller)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Communicator::abort)
-      .def("post_send", [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data, std::size_t bytes, bool background) {
-        return c.post_send(peer, tag, static_cast<Dtype>(dtype), reinterpret_cast<const void*>(data), bytes, background);
-      }, py::call_guard<py::gil_scoped_release>())
-      .def("post_recv", [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data, std::size_t bytes, bool background) {
-        return c.post_recv(peer, tag, static_cast<Dtype>(dtype), reinterpret_cast<void*>(data), bytes, background);
-      }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "post_send",
+          [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data,
+             std::size_t bytes, bool background) {
+            return c.post_send(peer, tag, static_cast<Dtype>(dtype),
+                               reinterpret_cast<const void*>(data), bytes, background);
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "post_recv",
+          [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data,
+             std::size_t bytes, bool background) {
+            return c.post_recv(peer, tag, static_cast<Dtype>(dtype), reinterpret_cast<void*>(data),
+                               bytes, background);
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
       .def("transfer_done", &Communicator::done)
       .def("make_segment", &Communicator::make_segment)
-      .def("open_segment", [](Communicator& c, std::uint64_t id, std::size_t bytes, const std::vector<std::string>& handles) {
-        return reinterpret_cast<std::uintptr_t>(c.open_segment(id, bytes, handles));
-      })
+      .def("open_segment",
+           [](Communicator& c, std::uint64_t id, std::size_t bytes,
+              const std::vector<std::string>& handles) {
+             return reinterpret_cast<std::uintptr_t>(c.open_segment(id, bytes, handles));
+           })
       .def("release_segment", &Communicator::release_segment);
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.
-  m.def("time_call", [](Communicator& comm, int warmup, int iterations, bool touch_input, py::args args) {
-    Call call;
-    Communicator::Options options;
-    if (!parse_call(reinterpret_cast<PyTupleObject*>(args.ptr())->ob_item, static_cast<Py_ssize_t>(args.size()), comm, &call, &options))
-      throw py::error_already_set();
-    const std::uint64_t elements = std::max(call.count, std::max(call.in.total(comm.size()), call.collective == Collective::all_gather || call.collective == Collective::gather ? call.out.length(comm.rank()) : 0));
-    py::gil_scoped_release release;
-    const TouchedInput touched{const_cast<std::byte*>(call.input), touch_input ? elements * size_of(call.dtype) : 0};
-    return pairs_of(time_loop(warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
-  });
-  m.def("time_mpi", [](Communicator& comm, std::uintptr_t mpi_comm, int warmup, int iterations, bool touch_input, const std::string& collective,
-                       int dtype, int op, int root, std::uintptr_t in, std::uintptr_t out, std::uint64_t count) {
+  m.def("time_call",
+        [](Communicator& comm, int warmup, int iterations, bool touch_input, py::args args) {
+          Call call;
+          Communicator::Options options;
+          if (!parse_call(reinterpret_cast<PyTupleObject*>(args.ptr())->ob_item,
+                          static_cast<Py_ssize_t>(args.size()), comm, &call, &options))
+            throw py::error_already_set();
+          const std::uint64_t elements = std::max(
+              call.count,
+              std::max(call.in.total(comm.size()), call.collective == Collective::all_gather ||
+                                                           call.collective == Collective::gather
+                                                       ? call.out.length(comm.rank())
+                                                       : 0));
+          py::gil_scoped_release release;
+          const TouchedInput touched{const_cast<std::byte*>(call.input),
+                                     touch_input ? elements * size_of(call.dtype) : 0};
+          return pairs_of(time_loop(
+              warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
+        });
+  m.def("time_mpi", [](Communicator& comm, std::uintptr_t mpi_comm, int warmup, int iterations,
+                       bool touch_input, const std::string& collective, int dtype, int op, int root,
+                       std::uintptr_t in, std::uintptr_t out, std::uint64_t count) {
     const auto mpi = mpi_from_loaded_library();
     const Collective c = collective_from_name(collective);
     const auto d = static_cast<Dtype>(dtype);
@@ -567,18 +677,27 @@ PYBIND11_MODULE(_core, m) {
     auto* output = reinterpret_cast<std::byte*>(out);
     const std::size_t bytes = count * size_of(d);
     const int n = comm.size();
-    const std::size_t input_bytes = c == Collective::reduce_scatter || c == Collective::all_to_all ? bytes * n : bytes;
+    const std::size_t input_bytes =
+        c == Collective::reduce_scatter || c == Collective::all_to_all ? bytes * n : bytes;
     const TouchedInput touched{input, touch_input && c != Collective::barrier ? input_bytes : 0};
     const auto body = [&] {
       switch (c) {
-        case Collective::all_reduce: return mpi->all_reduce(input, output, count, d, o, mpi_comm);
-        case Collective::reduce: return mpi->reduce(input, output, count, d, o, root, mpi_comm);
-        case Collective::reduce_scatter: return mpi->reduce_scatter(input, output, count, d, o, mpi_comm);
-        case Collective::all_gather: return mpi->all_gather(input, output, bytes, mpi_comm);
-        case Collective::broadcast: return mpi->broadcast(input, bytes, root, mpi_comm);
-        case Collective::all_to_all: return mpi->all_to_all(input, output, bytes, mpi_comm);
-        case Collective::barrier: return mpi->barrier(mpi_comm);
-        default: throw Error(ErrorKind::unsupported, "no peer measurement of " + collective + " over MPI");
+        case Collective::all_reduce:
+          return mpi->all_reduce(input, output, count, d, o, mpi_comm);
+        case Collective::reduce:
+          return mpi->reduce(input, output, count, d, o, root, mpi_comm);
+        case Collective::reduce_scatter:
+          return mpi->reduce_scatter(input, output, count, d, o, mpi_comm);
+        case Collective::all_gather:
+          return mpi->all_gather(input, output, bytes, mpi_comm);
+        case Collective::broadcast:
+          return mpi->broadcast(input, bytes, root, mpi_comm);
+        case Collective::all_to_all:
+          return mpi->all_to_all(input, output, bytes, mpi_comm);
+        case Collective::barrier:
+          return mpi->barrier(mpi_comm);
+        default:
+          throw Error(ErrorKind::unsupported, "no peer measurement of " + collective + " over MPI");
       }
     };
     py::gil_scoped_release release;

@@ -2,9 +2,9 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -35,7 +35,8 @@ class Busy {
   explicit Busy(std::atomic<bool>& flag) : flag_(flag) {
     if (flag_.exchange(true, std::memory_order_acquire))
       throw Error(ErrorKind::invalid,
-                  "two threads called this communicator at the same time; give each its own with duplicate(), or use "
+                  "two threads called this communicator at the same time; give each its own with "
+                  "duplicate(), or use "
                   "async_op=True from one thread");
   }
   ~Busy() { flag_.store(false, std::memory_order_release); }
@@ -64,7 +65,8 @@ std::function<void*()> Communicator::on_enter_slow;
 std::function<void(void*)> Communicator::on_leave_slow;
 std::function<void(void*&)> Communicator::on_tick;
 
-// ---- work --------------------------------------------------------------------------------------------------------------
+// ---- work
+// --------------------------------------------------------------------------------------------------------------
 
 bool Work::done() const {
   std::lock_guard lock(mutex_);
@@ -92,7 +94,8 @@ void Work::finish(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-// ---- life --------------------------------------------------------------------------------------------------------------
+// ---- life
+// --------------------------------------------------------------------------------------------------------------
 
 struct Communicator::Mapping {
   std::uint64_t id = 0;
@@ -122,23 +125,29 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
       everyone &= config_.local_of[r] >= 0;
     }
     local_rank = config_.local_of[config_.rank];
-    shm_ = std::make_unique<ShmTransport>(config_.region, local_rank, config_.local_of, config_.threads);
+    shm_ = std::make_unique<ShmTransport>(config_.region, local_rank, config_.local_of,
+                                          config_.threads);
     links_.slot_bytes = shm_->slot_bytes();
   }
-  if (config_.mpi) links_.slot_bytes = links_.slot_bytes ? std::min(links_.slot_bytes, config_.mpi->slot_bytes()) : config_.mpi->slot_bytes();
+  if (config_.mpi)
+    links_.slot_bytes = links_.slot_bytes ? std::min(links_.slot_bytes, config_.mpi->slot_bytes())
+                                          : config_.mpi->slot_bytes();
   for (int r = 0; r < n; ++r) {
     if (r == config_.rank) continue;
     const bool shared = shm_ && config_.local_of[r] >= 0;
-    links_.to[r] = shared ? static_cast<Transport*>(shm_.get()) : static_cast<Transport*>(config_.mpi.get());
+    links_.to[r] =
+        shared ? static_cast<Transport*>(shm_.get()) : static_cast<Transport*>(config_.mpi.get());
     if (links_.to[r] == nullptr)
-      throw Error(ErrorKind::unsupported, "rank " + std::to_string(r) + " shares no memory with rank " + std::to_string(config_.rank) +
-                                              " and there is no MPI between them");
+      throw Error(ErrorKind::unsupported,
+                  "rank " + std::to_string(r) + " shares no memory with rank " +
+                      std::to_string(config_.rank) + " and there is no MPI between them");
   }
   const int local_ranks = config_.region ? config_.region->shape().nranks : 1;
   if (oversubscribed(local_ranks)) config_.tuning.spins = 1;
-  Doorbell& doorbell = config_.region ? config_.region->rank(local_rank).doorbell : lonely_doorbell_;
+  Doorbell& doorbell =
+      config_.region ? config_.region->rank(local_rank).doorbell : lonely_doorbell_;
   waiter_ = std::make_unique<Waiter>(*this, doorbell, config_.tuning.spins);
-  p2p_waiter_ = std::make_unique<Waiter>(*this, doorbell, config_.tuning.spins);
+  p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, config_.tuning.spins);
   engine_ = std::make_unique<HostEngine>(*waiter_);
   p2p_ = std::make_unique<PointToPoint>(links_, config_.rank, kPointToPointChannel);
   if (config_.region) {
@@ -169,20 +178,24 @@ void Communicator::close() {
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
     mine.state.store(static_cast<std::uint32_t>(RankState::closed), std::memory_order_release);
-    for (int q = 0; q < config_.region->shape().nranks; ++q) config_.region->rank(q).doorbell.ring();
+    for (int q = 0; q < config_.region->shape().nranks; ++q)
+      config_.region->rank(q).doorbell.ring();
   }
 }
 
 void Communicator::abort(const std::string& reason) {
   if (config_.region) {
     std::uint32_t nobody = 0;
-    if (config_.region->abort_word().compare_exchange_strong(nobody, 0x80000000u | (1 + config_.local_of[config_.rank]))) {
+    if (config_.region->abort_word().compare_exchange_strong(
+            nobody, 0x80000000u | (1 + config_.local_of[config_.rank]))) {
       std::strncpy(config_.region->abort_reason(), reason.c_str(), Region::kAbortReason - 1);
       config_.region->abort_word().fetch_and(0x7fffffffu, std::memory_order_release);
     }
-    for (int q = 0; q < config_.region->shape().nranks; ++q) config_.region->rank(q).doorbell.ring();
+    for (int q = 0; q < config_.region->shape().nranks; ++q)
+      config_.region->rank(q).doorbell.ring();
   }
-  if (config_.mpi) config_.mpi->poison("rank " + std::to_string(config_.rank) + " aborted: " + reason);
+  if (config_.mpi)
+    config_.mpi->poison("rank " + std::to_string(config_.rank) + " aborted: " + reason);
   broken_reason_ = "aborted: " + reason;
   aborted_ = true;
   broken_ = true;
@@ -196,17 +209,20 @@ std::string Communicator::transports() const {
 
 void Communicator::check_open() const {
   if (closed_) throw Error(ErrorKind::closed, "this communicator is closed");
-  if (broken_) throw Error(ErrorKind::aborted, "this communicator cannot be used any more: " + broken_reason_);
+  if (broken_)
+    throw Error(ErrorKind::aborted, "this communicator cannot be used any more: " + broken_reason_);
 }
 
 void Communicator::fail(ErrorKind kind, const std::string& text) {
   broken_reason_ = text;
   broken_ = true;
-  if (config_.mpi) config_.mpi->poison("rank " + std::to_string(config_.rank) + " gave up: " + text);
+  if (config_.mpi)
+    config_.mpi->poison("rank " + std::to_string(config_.rank) + " gave up: " + text);
   throw Error(kind, text);
 }
 
-// ---- looking around while waiting -------------------------------------------------------------------------------------
+// ---- looking around while waiting
+// -------------------------------------------------------------------------------------
 
 namespace {
 thread_local void* slow_token = nullptr;
@@ -222,6 +238,11 @@ void Communicator::leave_slow() {
 }
 
 void Communicator::check(const Where& where, steady_clock::time_point since) {
+  if (gate_) gate_->look_around();
+  check_peers(where, since);
+}
+
+void Communicator::check_peers(const Where& where, steady_clock::time_point since) {
   const auto now = steady_clock::now();
   const auto place = [&] {
     std::string s = "rank " + std::to_string(config_.rank) + " waits for " + where.phase;
@@ -229,7 +250,9 @@ void Communicator::check(const Where& where, steady_clock::time_point since) {
     if (where.channel >= 0) s += ", channel " + std::to_string(where.channel);
     if (where.step >= 0) s += ", step " + std::to_string(where.step);
     if (where.round >= 0) s += " (round " + std::to_string(where.round) + ")";
-    if (where.expected != 0) s += ", epoch expected " + std::to_string(where.expected) + ", seen " + std::to_string(where.seen);
+    if (where.expected != 0)
+      s += ", epoch expected " + std::to_string(where.expected) + ", seen " +
+           std::to_string(where.seen);
     return s;
   };
   if (aborted_) throw Error(ErrorKind::aborted, "aborted while " + place() + ": " + broken_reason_);
@@ -237,7 +260,8 @@ void Communicator::check(const Where& where, steady_clock::time_point since) {
     const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
     if (word != 0 && (word & 0x80000000u) == 0) {
       const std::string reason = config_.region->abort_reason();
-      fail(ErrorKind::aborted, "rank " + std::to_string(numbers_[word - 1]) + " gave up: " + reason + " (" + place() + ")");
+      fail(ErrorKind::aborted, "rank " + std::to_string(numbers_[word - 1]) +
+                                   " gave up: " + reason + " (" + place() + ")");
     }
   }
   if (config_.mpi) {
@@ -245,23 +269,27 @@ void Communicator::check(const Where& where, steady_clock::time_point since) {
     int peer = -1;
     if (config_.mpi->poisoned(&text, &peer)) fail(ErrorKind::aborted, text + " (" + place() + ")");
   }
-  if (gate_) gate_->look_around();
   const double waited = duration<double>(now - since).count();
   if (waited > config_.timeout_s) {
-    const std::string text = "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
-                             ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
+    const std::string text =
+        "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
+        ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
     fail(ErrorKind::deadline, text);
   }
+  std::unique_lock lock(poll_mutex_);
   if (now - last_poll_ < kPollPeersEvery) return;
   last_poll_ = now;
+  lock.unlock();
   if (on_tick) on_tick(slow_token);
+  lock.lock();
   if (!config_.region) return;
   const int n = config_.region->shape().nranks, me = config_.local_of[config_.rank];
   if (pidfds_.empty() && !config_.threads) {
     pidfds_.assign(n, -1);
     for (int q = 0; q < n; ++q) {
       const int process = config_.region->rank(q).process.load(std::memory_order_acquire);
-      if (q != me && process > 0) pidfds_[q] = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
+      if (q != me && process > 0)
+        pidfds_[q] = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
     }
   }
   for (int q = 0; q < n; ++q) {
@@ -270,8 +298,10 @@ void Communicator::check(const Where& where, steady_clock::time_point since) {
     const auto state = static_cast<RankState>(his.state.load(std::memory_order_acquire));
     const std::string name = "rank " + std::to_string(numbers_[q]);
     if (state == RankState::closed) {
-      // What it did before it closed is visible by now; only the second look can conclude that nothing more will come.
-      if (where.peer == numbers_[q] && ++closed_seen_ > 2) fail(ErrorKind::closed, name + " has closed the communicator while " + place());
+      // What it did before it closed is visible by now; only the second look can conclude that
+      // nothing more will come.
+      if (where.peer == numbers_[q] && ++closed_seen_ > 2)
+        fail(ErrorKind::closed, name + " has closed the communicator while " + place());
       continue;
     }
     bool dead = state == RankState::dead;
@@ -286,21 +316,27 @@ void Communicator::check(const Where& where, steady_clock::time_point since) {
     }
     if (dead) {
       his.state.store(static_cast<std::uint32_t>(RankState::dead), std::memory_order_release);
-      fail(ErrorKind::peer_died, name + (config_.threads ? "" : " (process " + std::to_string(his.process.load()) + ")") +
-                                     " died while " + place());
+      fail(ErrorKind::peer_died,
+           name + (config_.threads ? "" : " (process " + std::to_string(his.process.load()) + ")") +
+               " died while " + place());
     }
   }
 }
 
-// ---- calls -------------------------------------------------------------------------------------------------------------
+// ---- calls
+// -------------------------------------------------------------------------------------------------------------
 
 int Communicator::intern(const std::string& algorithm) {
   const auto at = std::find(names_.begin(), names_.end(), algorithm);
   if (at != names_.end()) return static_cast<int>(at - names_.begin());
   if (algorithm.size() >= sizeof Signature::algorithm)
-    throw Error(ErrorKind::invalid, "algorithm name '" + algorithm + "' is longer than " + std::to_string(sizeof Signature::algorithm - 1) +
+    throw Error(ErrorKind::invalid, "algorithm name '" + algorithm + "' is longer than " +
+                                        std::to_string(sizeof Signature::algorithm - 1) +
                                         " characters");
   names_.push_back(algorithm);
+  direct_shape_.push_back(algorithm == "direct_one_shot"   ? 1
+                          : algorithm == "direct_two_shot" ? 2
+                                                           : 0);
   return static_cast<int>(names_.size()) - 1;
 }
 
@@ -312,12 +348,14 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
   Signature s;
   s.collective = static_cast<std::uint8_t>(call.collective);
   s.root = rooted(call.collective) ? call.root : 0;
+  if (options.algorithm >= 0) {
+    const std::string& name = names_[options.algorithm];
+    std::memcpy(s.algorithm, name.data(), std::min(name.size(), sizeof s.algorithm - 1));
+  }
   if (call.collective == Collective::barrier) return s;
   s.dtype = static_cast<std::uint8_t>(call.dtype);
   if (reduces(call.collective)) s.op = static_cast<std::uint8_t>(call.op);
   s.order = static_cast<std::uint8_t>(options.order);
-  const std::string& name = names_[options.algorithm];
-  std::memcpy(s.algorithm, name.data(), std::min(name.size(), sizeof s.algorithm - 1));
   switch (call.collective) {
     case Collective::reduce_scatter:
     case Collective::scatter:
@@ -346,7 +384,8 @@ void Communicator::run(const Call& call, const Options& options) {
     if (!queue_.empty() || working_) {
       lock.unlock();
       const auto work = submit(call, options);
-      waiter_->until([&] { return work->done(); }, [] { return Where{"earlier asynchronous calls"}; });
+      waiter_->until([&] { return work->done(); },
+                     [] { return Where{"earlier asynchronous calls"}; });
       if (work->error()) std::rethrow_exception(work->error());
       return;
     }
@@ -359,7 +398,8 @@ void Communicator::execute(const Call& call, const Options& options) {
   ++calls_;
   closed_seen_ = 0;
   if (call.op == Op::premul_sum && reduces(call.collective)) {
-    const std::uint64_t count = call.collective == Collective::reduce_scatter ? call.in.total(config_.nranks) : call.count;
+    const std::uint64_t count =
+        call.collective == Collective::reduce_scatter ? call.in.total(config_.nranks) : call.count;
     std::vector<std::byte> scaled(count * size_of(call.dtype));
     scale(call.dtype, scaled.data(), call.input, count, options.factor[0], options.factor[1]);
     Call scaled_call = call;
@@ -373,17 +413,21 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   if (config_.nranks == 1) return run_alone(call, options);
   const Signature signature = sign(call, options);
   const std::uint64_t hash = signature.hash();
-  const std::string& name = names_[options.algorithm];
   try {
-    if (direct_ && (name == "direct_one_shot" || name == "direct_two_shot" || call.collective == Collective::barrier))
-      direct_->run(call, name == "direct_two_shot", signature, hash, segments_);
+    if (direct_ && (options.algorithm == kDefault || direct_shape_[options.algorithm] != 0))
+      direct_->run(call, options.algorithm != kDefault && direct_shape_[options.algorithm] == 2,
+                   signature, hash, segments_);
+    else if (options.algorithm == kDefault)
+      agree(signature, hash, 0);  // which is a barrier
     else
       run_general(call, options, signature, hash);
   } catch (const Error& error) {
     if (gate_) gate_->end();
-    if (error.kind() != ErrorKind::mismatch && error.kind() != ErrorKind::unsupported) give_up(error.what());
+    if (error.kind() != ErrorKind::mismatch && error.kind() != ErrorKind::unsupported)
+      give_up(error.what());
     throw;
-  } catch (const std::exception& error) {  // a signal handler's exception, no memory: the ranks are out of step
+  } catch (const std::exception&
+               error) {  // a signal handler's exception, no memory: the ranks are out of step
     if (gate_) gate_->end();
     give_up(error.what());
     throw;
@@ -401,7 +445,8 @@ void Communicator::run_alone(const Call& call, const Options&) {
   const std::size_t e = size_of(call.dtype);
   std::uint64_t count = call.count;
   if (Layout::blocked(call.collective)) count = std::max(call.in.total(1), call.out.total(1));
-  if (call.collective != Collective::barrier && call.input != call.output && count != 0) std::memmove(call.output, call.input, count * e);
+  if (call.collective != Collective::barrier && call.input != call.output && count != 0)
+    std::memmove(call.output, call.input, count * e);
 }
 
 const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
@@ -413,7 +458,8 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   if (custom != defined_.end()) {
     const auto at = custom->second.find(key.root);
     if (at == custom->second.end())
-      throw Error(ErrorKind::unsupported, "algorithm '" + name + "' was not defined for root " + std::to_string(key.root));
+      throw Error(ErrorKind::unsupported,
+                  "algorithm '" + name + "' was not defined for root " + std::to_string(key.root));
     schedule = at->second;
   } else {
     World world;
@@ -426,13 +472,15 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   result.nchunks = schedule.nchunks;
   result.program = std::make_shared<const RankProgram>(lower(schedule, config_.rank, key.order));
   if (static_cast<int>(result.program->channels.size()) > kProgramChannels)
-    throw Error(ErrorKind::unsupported, "algorithm '" + name + "' uses " + std::to_string(result.program->channels.size()) +
-                                            " channels; at most " + std::to_string(kProgramChannels) + " exist");
+    throw Error(ErrorKind::unsupported,
+                "algorithm '" + name + "' uses " + std::to_string(result.program->channels.size()) +
+                    " channels; at most " + std::to_string(kProgramChannels) + " exist");
   return programs_.emplace(key, std::move(result)).first->second;
 }
 
 // All ranks agree that they are in the same call; returns the largest `amount` of any.
-std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash, std::uint64_t amount) {
+std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash,
+                                  std::uint64_t amount) {
   if (gate_) {
     gate_->begin(signature, hash);
     gate_->announce(0, amount);
@@ -441,7 +489,8 @@ std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash
     gate_->end();
     return amount;
   }
-  // Dissemination: after ceil(log2 n) rounds every rank knows the smallest and the largest hash of all.
+  // Dissemination: after ceil(log2 n) rounds every rank knows the smallest and the largest hash of
+  // all.
   struct Message {
     std::uint64_t call, amount;
     std::uint64_t hash[2];
@@ -490,20 +539,24 @@ std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash
     if (his.hash[1] > mine.hash[1]) take(1);
   }
   if (mine.hash[0] != mine.hash[1])
-    throw Error(ErrorKind::mismatch, "the ranks disagree about call " + std::to_string(call) + " of this communicator: rank " +
-                                         std::to_string(mine.rank[0]) + ": " + mine.signature[0].describe() + "; rank " +
-                                         std::to_string(mine.rank[1]) + ": " + mine.signature[1].describe() +
-                                         ". Nothing was written; the communicator stays usable");
+    throw Error(ErrorKind::mismatch,
+                "the ranks disagree about call " + std::to_string(call) +
+                    " of this communicator: rank " + std::to_string(mine.rank[0]) + ": " +
+                    mine.signature[0].describe() + "; rank " + std::to_string(mine.rank[1]) + ": " +
+                    mine.signature[1].describe() +
+                    ". Nothing was written; the communicator stays usable");
   return mine.amount;
 }
 
-void Communicator::run_general(const Call& call, const Options& options, const Signature& signature, std::uint64_t hash) {
+void Communicator::run_general(const Call& call, const Options& options, const Signature& signature,
+                               std::uint64_t hash) {
   const int n = config_.nranks;
   const std::size_t e = size_of(call.dtype);
   const bool uneven_pairs = call.collective == Collective::all_to_all && call.in.is_table();
   std::uint64_t longest = std::max(call.in.longest(n), call.out.longest(n));
   // The program is made first: an algorithm that cannot run raises before the peers are asked.
-  const ProgramKey program_key{options.algorithm, call.collective, rooted(call.collective) ? call.root : 0, options.order};
+  const ProgramKey program_key{options.algorithm, call.collective,
+                               rooted(call.collective) ? call.root : 0, options.order};
   const Lowered& low = lowered(program_key);
   longest = agree(signature, hash, longest);
   if (call.collective != Collective::barrier && signature.count == 0 && !uneven_pairs) return;
@@ -514,9 +567,11 @@ void Communicator::run_general(const Call& call, const Options& options, const S
     const std::uint64_t cap = links_.slot_bytes / low.program->max_message_pieces / e;
     if (cap == 0)
       throw Error(ErrorKind::unsupported, "algorithm '" + names_[options.algorithm] + "' sends " +
-                                              std::to_string(low.program->max_message_pieces) + " chunks in one message, too many for slots of " +
+                                              std::to_string(low.program->max_message_pieces) +
+                                              " chunks in one message, too many for slots of " +
                                               std::to_string(links_.slot_bytes) + " bytes");
-    std::uint64_t segment = std::min<std::uint64_t>(cap, std::max<std::uint64_t>(align, config_.tuning.segment_bytes / e));
+    std::uint64_t segment = std::min<std::uint64_t>(
+        cap, std::max<std::uint64_t>(align, config_.tuning.segment_bytes / e));
     if (segment > align) segment = segment / align * align;
     Layout layout(call, config_.rank, n, low.nchunks, segment, longest);
     const int channels = std::max<int>(1, static_cast<int>(low.program->channels.size()));
@@ -549,7 +604,8 @@ void Communicator::run_general(const Call& call, const Options& options, const S
   }
 }
 
-// ---- asynchronous ------------------------------------------------------------------------------------------------------
+// ---- asynchronous
+// ------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
@@ -602,9 +658,11 @@ void Communicator::worker() {
   }
 }
 
-// ---- point to point ----------------------------------------------------------------------------------------------------
+// ---- point to point
+// ----------------------------------------------------------------------------------------------------
 
-PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes, bool background) {
+PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
+                                       std::size_t bytes, bool background) {
   check_open();
   auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
   if (background && !p2p_->done(t)) {
@@ -615,7 +673,8 @@ PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype,
   return t;
 }
 
-PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes, bool background) {
+PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
+                                       std::size_t bytes, bool background) {
   check_open();
   auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
   if (background && !p2p_->done(t)) {
@@ -641,7 +700,8 @@ void Communicator::wait(const std::vector<PostedTransfer>& posted) {
           return p2p_->done(t);
         },
         where);
-    if (t->peer != config_.rank && t->target == nullptr && links_.to[t->peer] == config_.mpi.get() && config_.mpi) {
+    if (t->peer != config_.rank && t->target == nullptr &&
+        links_.to[t->peer] == config_.mpi.get() && config_.mpi) {
       SendPort& port = config_.mpi->send_port(t->peer, kPointToPointChannel);
       p2p_waiter_->until(
           [&] {
@@ -655,7 +715,8 @@ void Communicator::wait(const std::vector<PostedTransfer>& posted) {
     if (t->error) std::rethrow_exception(t->error);
 }
 
-// ---- symmetric memory --------------------------------------------------------------------------------------------------
+// ---- symmetric memory
+// --------------------------------------------------------------------------------------------------
 
 std::string Communicator::make_segment(std::size_t bytes) {
   check_open();
@@ -663,9 +724,11 @@ std::string Communicator::make_segment(std::size_t bytes) {
   mapping->bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
   const bool shared = !config_.threads && config_.nranks > 1;
   if (shared) mapping->fd = make_memfd("collectives-symmetric", mapping->bytes);
-  void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, mapping->fd, 0);
+  void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE,
+                    shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, mapping->fd, 0);
   if (base == MAP_FAILED)
-    throw Error(ErrorKind::system, "cannot map " + std::to_string(mapping->bytes) + " bytes of symmetric memory: " + std::strerror(errno));
+    throw Error(ErrorKind::system, "cannot map " + std::to_string(mapping->bytes) +
+                                       " bytes of symmetric memory: " + std::strerror(errno));
   mapping->own = static_cast<std::byte*>(base);
   mapping->cookie = random_cookie();
   pending_segment_ = mapping;
@@ -673,9 +736,11 @@ std::string Communicator::make_segment(std::size_t bytes) {
   return std::to_string(reinterpret_cast<std::uintptr_t>(base));
 }
 
-std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes, const std::vector<std::string>& handles) {
+std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes,
+                                      const std::vector<std::string>& handles) {
   auto mapping = std::move(pending_segment_);
-  if (!mapping || mapping->bytes < bytes) throw Error(ErrorKind::invalid, "open_segment without make_segment");
+  if (!mapping || mapping->bytes < bytes)
+    throw Error(ErrorKind::invalid, "open_segment without make_segment");
   mapping->id = id;
   if (direct_) {
     SymmetricSegment segment;
@@ -686,13 +751,16 @@ std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes, const
       if (numbers_[q] == config_.rank) {
         segment.base[q] = mapping->own;
       } else if (config_.threads) {
-        segment.base[q] = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(std::stoull(handles[numbers_[q]])));
+        segment.base[q] = reinterpret_cast<std::byte*>(
+            static_cast<std::uintptr_t>(std::stoull(handles[numbers_[q]])));
       } else {
         std::uint64_t cookie = 0;
         const int fd = open_memfd(handles[numbers_[q]], &cookie);
         void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         ::close(fd);
-        if (base == MAP_FAILED) throw Error(ErrorKind::system, std::string{"cannot map a peer's symmetric memory: "} + std::strerror(errno));
+        if (base == MAP_FAILED)
+          throw Error(ErrorKind::system,
+                      std::string{"cannot map a peer's symmetric memory: "} + std::strerror(errno));
         mapping->mapped.push_back(static_cast<std::byte*>(base));
         segment.base[q] = static_cast<std::byte*>(base);
       }
@@ -705,7 +773,9 @@ std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes, const
 }
 
 void Communicator::release_segment(std::uint64_t id) {
-  segments_.erase(std::remove_if(segments_.begin(), segments_.end(), [&](const SymmetricSegment& s) { return s.id == id; }), segments_.end());
+  segments_.erase(std::remove_if(segments_.begin(), segments_.end(),
+                                 [&](const SymmetricSegment& s) { return s.id == id; }),
+                  segments_.end());
   mappings_.erase(id);
 }
 

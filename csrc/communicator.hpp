@@ -28,9 +28,9 @@ namespace collectives {
 struct CommunicatorConfig {
   int rank = 0;
   int nranks = 1;
-  std::vector<int> node;              // node of each rank
-  std::vector<int> local_of;          // index in this rank's region, -1: not reached by shared memory
-  std::shared_ptr<Region> region;     // none where no other rank shares memory
+  std::vector<int> node;           // node of each rank
+  std::vector<int> local_of;       // index in this rank's region, -1: not reached by shared memory
+  std::shared_ptr<Region> region;  // none where no other rank shares memory
   std::shared_ptr<MpiTransport> mpi;  // none where all ranks share a region
   bool threads = false;               // the ranks are threads of this process
   HostTuning tuning;
@@ -56,7 +56,8 @@ class Work {
 
 class Communicator : public Watch {
  public:
-  static constexpr int kChannels = 10;  // FIFOs between a pair: 8 for programs, one for control, one for send and recv
+  static constexpr int kChannels =
+      10;  // FIFOs between a pair: 8 for programs, one for control, one for send and recv
 
   explicit Communicator(CommunicatorConfig config);
   ~Communicator() override;
@@ -74,8 +75,9 @@ class Communicator : public Watch {
   // Gives the schedule of an algorithm that the registry does not know.
   void define(const std::string& algorithm, const Schedule& schedule);
 
+  static constexpr int kDefault = -1;
   struct Options {
-    int algorithm = 0;
+    int algorithm = 0;  // kDefault: a barrier without an algorithm of its own
     Order order = Order::any;
     double factor[2] = {1, 0};  // premul_sum
   };
@@ -84,15 +86,18 @@ class Communicator : public Watch {
   // Queues the call; the arrays must live until the work is done.
   std::shared_ptr<Work> submit(Call call, Options options);
 
-  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes, bool background);
-  PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes, bool background);
+  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
+                           std::size_t bytes, bool background);
+  PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes,
+                           bool background);
   // Until all are done; throws the first error.
   void wait(const std::vector<PostedTransfer>& posted);
   bool done(const PostedTransfer& t) { return p2p_->done(t); }
 
   // Symmetric memory: this rank's part, then everybody's.
   std::string make_segment(std::size_t bytes);
-  std::byte* open_segment(std::uint64_t id, std::size_t bytes, const std::vector<std::string>& handles);
+  std::byte* open_segment(std::uint64_t id, std::size_t bytes,
+                          const std::vector<std::string>& handles);
   void release_segment(std::uint64_t id);
 
   void abort(const std::string& reason);
@@ -120,7 +125,8 @@ class Communicator : public Watch {
     Dtype dtype;
     std::uint64_t count, block;
     bool operator<(const PlanKey& o) const {
-      return std::tie(program, dtype, count, block) < std::tie(o.program, o.dtype, o.count, o.block);
+      return std::tie(program, dtype, count, block) <
+             std::tie(o.program, o.dtype, o.count, o.block);
     }
   };
   struct Lowered {
@@ -129,7 +135,20 @@ class Communicator : public Watch {
   };
   struct Mapping;
 
+  // What sends and receives look at while they wait: they may run beside a collective of another
+  // thread.
+  struct TransferWatch final : Watch {
+    explicit TransferWatch(Communicator& c) : comm(c) {}
+    void check(const Where& where, std::chrono::steady_clock::time_point since) override {
+      comm.check_peers(where, since);
+    }
+    void enter_slow() override { comm.enter_slow(); }
+    void leave_slow() override { comm.leave_slow(); }
+    Communicator& comm;
+  };
+
   void check(const Where& where, std::chrono::steady_clock::time_point since) override;
+  void check_peers(const Where& where, std::chrono::steady_clock::time_point since);
   void enter_slow() override;
   void leave_slow() override;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
@@ -137,7 +156,8 @@ class Communicator : public Watch {
   void give_up(const std::string& reason);
   void execute(const Call& call, const Options& options);
   void dispatch(const Call& call, const Options& options);
-  void run_general(const Call& call, const Options& options, const Signature& signature, std::uint64_t hash);
+  void run_general(const Call& call, const Options& options, const Signature& signature,
+                   std::uint64_t hash);
   void run_alone(const Call& call, const Options& options);
   std::uint64_t agree(const Signature& signature, std::uint64_t hash, std::uint64_t amount);
   const Lowered& lowered(const ProgramKey& key);
@@ -151,6 +171,7 @@ class Communicator : public Watch {
   std::unique_ptr<ShmTransport> shm_;
   Links links_;
   Doorbell lonely_doorbell_;
+  TransferWatch transfer_watch_{*this};
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Waiter> p2p_waiter_;
   std::unique_ptr<Gate> gate_;
@@ -159,6 +180,7 @@ class Communicator : public Watch {
   std::unique_ptr<PointToPoint> p2p_;
 
   std::vector<std::string> names_;
+  std::vector<int> direct_shape_;  // of each name: 1 one shot, 2 two shot, 0 neither
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
@@ -170,6 +192,7 @@ class Communicator : public Watch {
   std::shared_ptr<Mapping> pending_segment_;
 
   std::vector<int> pidfds_;  // by local rank
+  std::mutex poll_mutex_;
   std::chrono::steady_clock::time_point last_poll_{};
   int closed_seen_ = 0;
 

@@ -18,7 +18,11 @@ std::size_t clamped(std::size_t bytes, std::size_t from, std::size_t limit) {
 }  // namespace
 
 DirectHost::DirectHost(Gate& gate, Waiter& waiter, const HostTuning& tuning)
-    : gate_(gate), waiter_(waiter), tuning_(tuning), me_(gate.me()), n_(gate.size()),
+    : gate_(gate),
+      waiter_(waiter),
+      tuning_(tuning),
+      me_(gate.me()),
+      n_(gate.size()),
       line_buffer_(static_cast<std::size_t>(gate.size()) * kLinesBytes) {}
 
 void DirectHost::set(Counter& counter, std::uint64_t value) {
@@ -26,7 +30,8 @@ void DirectHost::set(Counter& counter, std::uint64_t value) {
   gate_.ring_all();
 }
 
-void DirectHost::wait_counter(Counter RankArea::* counter, int q, std::uint64_t value, const char* what) {
+void DirectHost::wait_counter(Counter RankArea::*counter, int q, std::uint64_t value,
+                              const char* what) {
   const auto& his = (area(q).*counter).value;
   waiter_.until([&] { return his.load(std::memory_order_acquire) >= value; },
                 [&] {
@@ -52,15 +57,17 @@ void DirectHost::wait_slot(std::uint64_t id) {
   drained_seen_ = least;
 }
 
-void DirectHost::combine(std::byte* const* outs, int nouts, const std::byte* const* operands, int nops, std::uint64_t count,
-                         bool nontemporal) {
+void DirectHost::combine(std::byte* const* outs, int nouts, const std::byte* const* operands,
+                         int nops, std::uint64_t count, bool nontemporal) {
   Finish finish;
   if (call_->op == Op::avg) finish.divisor = n_;
   finish.nontemporal = nontemporal;
-  reduce_(reinterpret_cast<void* const*>(outs), nouts, reinterpret_cast<const void* const*>(operands), nops, count, finish);
+  reduce_(reinterpret_cast<void* const*>(outs), nouts,
+          reinterpret_cast<const void* const*>(operands), nops, count, finish);
 }
 
-std::uint64_t DirectHost::token_of(const void* p, std::size_t bytes, const std::vector<SymmetricSegment>& segments) const {
+std::uint64_t DirectHost::token_of(const void* p, std::size_t bytes,
+                                   const std::vector<SymmetricSegment>& segments) const {
   const auto* at = static_cast<const std::byte*>(p);
   for (const SymmetricSegment& s : segments) {
     if (at >= s.base[me_] && at + bytes <= s.base[me_] + s.bytes)
@@ -68,7 +75,6 @@ std::uint64_t DirectHost::token_of(const void* p, std::size_t bytes, const std::
   }
   return 0;
 }
-
 
 std::size_t DirectHost::largest_message() const {
   const Call& call = *call_;
@@ -99,7 +105,8 @@ DirectHost::Tokens DirectHost::tokens(const std::vector<SymmetricSegment>& segme
   const std::size_t e = element_;
   Tokens t;
   if (call.collective == Collective::all_to_all && call.in.is_table()) {
-    // Sizes are known pair by pair: the announcement carries the longest block, so that all cut alike.
+    // Sizes are known pair by pair: the announcement carries the longest block, so that all cut
+    // alike.
     t.amount = std::max(call.in.longest(n_), call.out.longest(n_)) * e;
     return t;
   }
@@ -130,8 +137,8 @@ DirectHost::Tokens DirectHost::tokens(const std::vector<SymmetricSegment>& segme
   return t;
 }
 
-void DirectHost::run(const Call& call, bool two_shot, const Signature& signature, std::uint64_t hash,
-                     const std::vector<SymmetricSegment>& segments) {
+void DirectHost::run(const Call& call, bool two_shot, const Signature& signature,
+                     std::uint64_t hash, const std::vector<SymmetricSegment>& segments) {
   call_ = &call;
   element_ = size_of(call.dtype);
   gate_.begin(signature, hash);
@@ -141,7 +148,10 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
   } end{gate_};
   if (reduces(call.collective)) reduce_ = reduce_fn({call.dtype, call.op});
   const bool uneven_pairs = call.collective == Collective::all_to_all && call.in.is_table();
-  if (!uneven_pairs && largest_message() <= tuning_.lines_max) return lines(hash);
+  if (!uneven_pairs && largest_message() <= tuning_.lines_max) {
+    gate_.allow_late_announcement();
+    return lines(hash);
+  }
 
   switch (call.collective) {
     case Collective::all_reduce:
@@ -162,7 +172,8 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
     chunk_ = share_ * n_;
   }
 
-  // The first chunk goes to its staging slot before the announcement, so that one flag tells of both.
+  // The first chunk goes to its staging slot before the announcement, so that one flag tells of
+  // both.
   const Tokens mine = tokens(segments);
   if (mine.token == 0 && publishes(me_)) {
     wait_slot(chunks_);
@@ -185,14 +196,16 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
     two_phase((bytes + chunk_ - 1) / chunk_);
   } else {
     std::size_t longest_part = bytes;
-    if (shape_ == Shape::split) longest_part = uneven_pairs ? longest : call.in.longest(n_) * element_;
+    if (shape_ == Shape::split)
+      longest_part = uneven_pairs ? longest : call.in.longest(n_) * element_;
     const std::size_t step = shape_ == Shape::split ? share_ : chunk_;
     pipeline(std::max<std::uint64_t>(1, (longest_part + step - 1) / step));
   }
   if (nontemporal_) store_fence();
 }
 
-// ---- lines -------------------------------------------------------------------------------------------------------------
+// ---- lines
+// -------------------------------------------------------------------------------------------------------------
 
 void DirectHost::lines(std::uint64_t hash) {
   const Call& call = *call_;
@@ -220,7 +233,8 @@ void DirectHost::lines(std::uint64_t hash) {
     const std::size_t part = std::min(kLinePayload, bytes - at);
     if (part != 0) std::memcpy(line.payload, call.input + at, part);
     line.hash = hash;
-    line.sequence.store(sequence, std::memory_order_release);  // publishes this line's payload and hash
+    line.sequence.store(sequence,
+                        std::memory_order_release);  // publishes this line's payload and hash
     at += part;
   } while (at < bytes);
   gate_.ring_all();
@@ -269,7 +283,8 @@ void DirectHost::lines(std::uint64_t hash) {
       for (int q = 0; q < n_; ++q) take(q, 0, call.out.length(q), call.out.offset(q));
       break;
     case Collective::all_to_all:
-      for (int q = 0; q < n_; ++q) take(q, call.in.offset(me_), call.in.length(me_), call.out.offset(q));
+      for (int q = 0; q < n_; ++q)
+        take(q, call.in.offset(me_), call.in.length(me_), call.out.offset(q));
       break;
     case Collective::barrier:
       break;
@@ -292,11 +307,13 @@ const Line& DirectHost::wait_line(int q, std::size_t index) {
   return line;
 }
 
-// Bytes [offset, offset + bytes) of what rank q put into its lines: in place if they lie in one line, else gathered.
+// Bytes [offset, offset + bytes) of what rank q put into its lines: in place if they lie in one
+// line, else gathered.
 const std::byte* DirectHost::read_lines(int q, std::size_t offset, std::size_t bytes) {
   if (bytes == 0) return nullptr;
   std::size_t index = offset / kLinePayload, within = offset % kLinePayload;
-  if (within + bytes <= kLinePayload) return reinterpret_cast<const std::byte*>(wait_line(q, index).payload) + within;
+  if (within + bytes <= kLinePayload)
+    return reinterpret_cast<const std::byte*>(wait_line(q, index).payload) + within;
   std::byte* const gathered = line_buffer_.data() + static_cast<std::size_t>(q) * kLinesBytes;
   for (std::size_t at = 0; at < bytes; ++index, within = 0) {
     const Line& line = wait_line(q, index);
@@ -307,7 +324,8 @@ const std::byte* DirectHost::read_lines(int q, std::size_t offset, std::size_t b
   return gathered;
 }
 
-// ---- staged ------------------------------------------------------------------------------------------------------------
+// ---- staged
+// ------------------------------------------------------------------------------------------------------------
 
 // Does rank q put data into its staging slots in this call?
 bool DirectHost::publishes(int q) const {
@@ -333,7 +351,8 @@ DirectHost::Part DirectHost::share(std::uint64_t k, int o) const {
 
 // Part k of the block that goes from this rank to rank d (split), in bytes of the input.
 DirectHost::Part DirectHost::outgoing(std::uint64_t k, int d) const {
-  return {call_->in.offset(d) * element_ + k * share_, clamped(call_->in.length(d) * element_, k * share_, share_)};
+  return {call_->in.offset(d) * element_ + k * share_,
+          clamped(call_->in.length(d) * element_, k * share_, share_)};
 }
 
 // Copies chunk k of what this rank tells the others into its staging slot.
@@ -374,7 +393,8 @@ void DirectHost::drain(std::uint64_t k) {
     }
     case Collective::reduce_scatter: {
       const Part part = outgoing(k, me_);
-      for (int q = 0; q < n_; ++q) operands[q] = q == me_ ? call.input + part.offset : stage(q) + me_ * share_;
+      for (int q = 0; q < n_; ++q)
+        operands[q] = q == me_ ? call.input + part.offset : stage(q) + me_ * share_;
       std::byte* out = call.output + k * share_;
       if (part.bytes != 0) combine(&out, 1, operands, n_, part.bytes / element_, nontemporal_);
       return;
@@ -400,7 +420,8 @@ void DirectHost::drain(std::uint64_t k) {
       return;
     case Collective::scatter: {
       const Part part = outgoing(k, me_);
-      const std::byte* source = me_ == call.root ? call.input + part.offset : stage(call.root) + me_ * share_;
+      const std::byte* source =
+          me_ == call.root ? call.input + part.offset : stage(call.root) + me_ * share_;
       std::byte* target = call.output + k * share_;
       if (part.bytes != 0 && source != target) copy_bytes(target, source, part.bytes, nontemporal_);
       return;
@@ -409,7 +430,8 @@ void DirectHost::drain(std::uint64_t k) {
       for (int d = 0; d < n_; ++d) {
         const int q = (me_ + d) % n_;
         const std::size_t part = clamped(call.out.length(q) * element_, k * share_, share_);
-        const std::byte* source = q == me_ ? call.input + outgoing(k, me_).offset : stage(q) + me_ * share_;
+        const std::byte* source =
+            q == me_ ? call.input + outgoing(k, me_).offset : stage(q) + me_ * share_;
         std::byte* target = call.output + call.out.offset(q) * element_ + k * share_;
         if (part != 0 && source != target) copy_bytes(target, source, part, nontemporal_);
       }
@@ -434,7 +456,8 @@ void DirectHost::pipeline(std::uint64_t chunks) {
     for (int d = 1; d < n_; ++d) {
       const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
       const bool announced_with_data = k == 0 && gate_.arrival(q).token == 0;
-      if (publishes(q) && !announced_with_data) wait_counter(&RankArea::published, q, chunks_ + k + 1, "staged data");
+      if (publishes(q) && !announced_with_data)
+        wait_counter(&RankArea::published, q, chunks_ + k + 1, "staged data");
     }
     drain(k);
     set(area(me_).drained, chunks_ + k + 1);
@@ -442,7 +465,8 @@ void DirectHost::pipeline(std::uint64_t chunks) {
   chunks_ += chunks;
 }
 
-// ---- all_reduce in two phases -----------------------------------------------------------------------------------------
+// ---- all_reduce in two phases
+// -----------------------------------------------------------------------------------------
 
 void DirectHost::two_phase(std::uint64_t chunks) {
   const Call& call = *call_;
@@ -463,10 +487,13 @@ void DirectHost::two_phase(std::uint64_t chunks) {
     const std::byte* operands[kMaxLocal];
     for (int d = 0; d < n_; ++d) {
       const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
-      operands[q] = q == me_ ? call.input + part.offset : region.stage(q, chunks_ + k) + me_ * share_;
+      operands[q] =
+          q == me_ ? call.input + part.offset : region.stage(q, chunks_ + k) + me_ * share_;
       if (q == me_) continue;
-      if (k != 0 || gate_.arrival(q).token != 0) wait_counter(&RankArea::published, q, chunks_ + k + 1, "staged data");
-      if (results_ + k >= depth) wait_counter(&RankArea::collected, q, results_ + k - depth + 1, "a free result slot");
+      if (k != 0 || gate_.arrival(q).token != 0)
+        wait_counter(&RankArea::published, q, chunks_ + k + 1, "staged data");
+      if (results_ + k >= depth)
+        wait_counter(&RankArea::collected, q, results_ + k - depth + 1, "a free result slot");
     }
     if (part.bytes != 0) {
       std::byte* outs[2] = {region.result(me_, results_ + k), call.output + part.offset};
@@ -480,7 +507,9 @@ void DirectHost::two_phase(std::uint64_t chunks) {
       const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
       wait_counter(&RankArea::reduced, q, results_ + k + 1, "a reduced share");
       const Part part = share(k, q);
-      if (part.bytes != 0) copy_bytes(call.output + part.offset, region.result(q, results_ + k), part.bytes, nontemporal_);
+      if (part.bytes != 0)
+        copy_bytes(call.output + part.offset, region.result(q, results_ + k), part.bytes,
+                   nontemporal_);
     }
     set(area(me_).collected, results_ + k + 1);
   };
@@ -496,9 +525,11 @@ void DirectHost::two_phase(std::uint64_t chunks) {
   results_ += chunks;
 }
 
-// ---- symmetric ---------------------------------------------------------------------------------------------------------
+// ---- symmetric
+// ---------------------------------------------------------------------------------------------------------
 
-void DirectHost::symmetric(const std::vector<SymmetricSegment>& segments, std::uint64_t token, std::uint64_t amount) {
+void DirectHost::symmetric(const std::vector<SymmetricSegment>& segments, std::uint64_t token,
+                           std::uint64_t amount) {
   const Call& call = *call_;
   const auto at = [&](std::uint64_t t, int q) {
     for (const SymmetricSegment& s : segments)
@@ -530,24 +561,28 @@ void DirectHost::symmetric(const std::vector<SymmetricSegment>& segments, std::u
     case Collective::reduce_scatter:
       for (int q = 0; q < n_; ++q) operands[q] = at(token, q) + call.in.offset(me_) * element_;
       outs[0] = call.output;
-      if (call.in.length(me_) != 0) combine(outs, 1, operands, n_, call.in.length(me_), nontemporal_);
+      if (call.in.length(me_) != 0)
+        combine(outs, 1, operands, n_, call.in.length(me_), nontemporal_);
       break;
     case Collective::broadcast:
-      if (me_ != call.root || call.input != call.output) copy_bytes(call.output, at(token, call.root), bytes, nontemporal_);
+      if (me_ != call.root || call.input != call.output)
+        copy_bytes(call.output, at(token, call.root), bytes, nontemporal_);
       break;
     case Collective::all_gather:
       for (int d = 0; d < n_; ++d) {
         const int q = (me_ + d) % n_;
         const std::size_t offset = call.out.offset(q) * element_;
         const std::byte* source = at(token, q) + (amount != 0 ? offset : 0);
-        if (source != call.output + offset) copy_bytes(call.output + offset, source, call.out.length(q) * element_, nontemporal_);
+        if (source != call.output + offset)
+          copy_bytes(call.output + offset, source, call.out.length(q) * element_, nontemporal_);
       }
       break;
     case Collective::all_to_all:
       for (int d = 0; d < n_; ++d) {
         const int q = (me_ + d) % n_;
-        copy_bytes(call.output + call.out.offset(q) * element_, at(token, q) + call.in.offset(me_) * element_,
-                   call.out.length(q) * element_, nontemporal_);
+        copy_bytes(call.output + call.out.offset(q) * element_,
+                   at(token, q) + call.in.offset(me_) * element_, call.out.length(q) * element_,
+                   nontemporal_);
       }
       break;
     default:

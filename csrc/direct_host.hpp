@@ -1,12 +1,17 @@
-// The direct algorithms by hand, for ranks that share a region: one_shot and two_shot of every collective.
+// The direct algorithms by hand, for ranks that share a region: one_shot and two_shot of every
+// collective.
 //
-// Same results, bit for bit, as the schedules direct_one_shot and direct_two_shot through the general engine (tests hold them
-// equal): contributions are combined in rank order. What is special is how bytes move:
-//   lines       up to 1,152 bytes: data and flag share cache lines, so one hop does everything; no acknowledgement
-//               is needed, since two sets of lines alternate and a rank's call k needs every peer's call k-1
-//   staged      each rank copies its part once into its own staging slots, in chunks; peers read it there
-//   two-phase   all_reduce of large arrays: each rank reduces its share of a chunk, all copy the shares
-//   symmetric   arrays made by Communicator.empty are mapped in all ranks and need no staging: reductions read the
+// Same results, bit for bit, as the schedules direct_one_shot and direct_two_shot through the
+// general engine (tests hold them equal): contributions are combined in rank order. What is special
+// is how bytes move:
+//   lines       up to 1,152 bytes: data and flag share cache lines, so one hop does everything; no
+//   acknowledgement
+//               is needed, since two sets of lines alternate and a rank's call k needs every peer's
+//               call k-1
+//   staged      each rank copies its part once into its own staging slots, in chunks; peers read it
+//   there two-phase   all_reduce of large arrays: each rank reduces its share of a chunk, all copy
+//   the shares symmetric   arrays made by Communicator.empty are mapped in all ranks and need no
+//   staging: reductions read the
 //               peers' arrays and the owner of a share writes it to all
 #pragma once
 
@@ -22,12 +27,14 @@ namespace collectives {
 // Sizes at which ways change; set from Python (collectives/tuning), where measurements are kept.
 struct HostTuning {
   std::size_t lines_max = kLinesBytes;
-  std::size_t chunk_bytes = 128 << 10;      // staging chunk
-  std::size_t nontemporal_min = 8 << 20;    // results larger than this bypass the caches, unless in place
-  std::size_t symmetric_min = 16 << 10;     // below, staging beats the extra barrier
-  int spins = 2000;                         // polls before a wait yields its core
-  int lanes = 2;                            // of the general engine
-  std::size_t segment_bytes = 64 << 10;     // largest piece of a chunk that the general engine moves at once
+  std::size_t chunk_bytes = 128 << 10;  // staging chunk
+  std::size_t nontemporal_min =
+      8 << 20;  // results larger than this bypass the caches, unless in place
+  std::size_t symmetric_min = 16 << 10;  // below, staging beats the extra barrier
+  int spins = 2000;                      // polls before a wait yields its core
+  int lanes = 2;                         // of the general engine
+  std::size_t segment_bytes =
+      64 << 10;  // largest piece of a chunk that the general engine moves at once
 };
 
 // Memory mapped at every local rank: made by Communicator::empty.
@@ -54,7 +61,7 @@ class DirectHost {
     two_phase,  // all_reduce: shares are reduced by their owners and collected by all
   };
   struct Tokens {
-    std::uint64_t token = 0;   // which symmetric memory holds the array; 0: none
+    std::uint64_t token = 0;  // which symmetric memory holds the array; 0: none
     std::uint64_t amount = 0;
   };
   struct Part {
@@ -63,7 +70,8 @@ class DirectHost {
 
   std::size_t largest_message() const;
   Tokens tokens(const std::vector<SymmetricSegment>& segments) const;
-  std::uint64_t token_of(const void* p, std::size_t bytes, const std::vector<SymmetricSegment>& segments) const;
+  std::uint64_t token_of(const void* p, std::size_t bytes,
+                         const std::vector<SymmetricSegment>& segments) const;
 
   void lines(std::uint64_t hash);
   const Line& wait_line(int q, std::size_t index);
@@ -76,21 +84,23 @@ class DirectHost {
   void drain(std::uint64_t k);
   void pipeline(std::uint64_t chunks);
   void two_phase(std::uint64_t chunks);
-  void symmetric(const std::vector<SymmetricSegment>& segments, std::uint64_t token, std::uint64_t amount);
+  void symmetric(const std::vector<SymmetricSegment>& segments, std::uint64_t token,
+                 std::uint64_t amount);
 
   void set(Counter& counter, std::uint64_t value);
-  void wait_counter(Counter RankArea::* counter, int q, std::uint64_t value, const char* what);
+  void wait_counter(Counter RankArea::*counter, int q, std::uint64_t value, const char* what);
   void wait_slot(std::uint64_t id);
-  void combine(std::byte* const* outs, int nouts, const std::byte* const* operands, int nops, std::uint64_t count, bool nontemporal);
+  void combine(std::byte* const* outs, int nouts, const std::byte* const* operands, int nops,
+               std::uint64_t count, bool nontemporal);
   RankArea& area(int q) const { return gate_.region().rank(q); }
 
   Gate& gate_;
   Waiter& waiter_;
   const HostTuning& tuning_;
   int me_, n_;
-  std::uint64_t chunks_ = 0;       // staging chunks of all calls so far, the same on all ranks
-  std::uint64_t results_ = 0;      // result chunks
-  std::uint64_t drained_seen_ = 0; // all peers have drained at least this many
+  std::uint64_t chunks_ = 0;        // staging chunks of all calls so far, the same on all ranks
+  std::uint64_t results_ = 0;       // result chunks
+  std::uint64_t drained_seen_ = 0;  // all peers have drained at least this many
   std::uint64_t symmetric_calls_ = 0;
   const Call* call_ = nullptr;
   ReduceFn reduce_ = nullptr;

@@ -17,9 +17,12 @@ Finish finish_of(const Piece& piece, const Call& call, int nranks) {
 
 }  // namespace
 
-HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call, const Links& links, int lanes,
-                   int nranks)
-    : program_(std::move(program)), layout_(std::move(layout)), element_(size_of(call.dtype)), nranks_(nranks) {
+HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call,
+                   const Links& links, int lanes, int nranks)
+    : program_(std::move(program)),
+      layout_(std::move(layout)),
+      element_(size_of(call.dtype)),
+      nranks_(nranks) {
   lanes_ = static_cast<int>(std::min<std::uint64_t>(lanes, layout_.segments()));
   cell_bytes_ = (layout_.segment() * element_ + 63) / 64 * 64;
   std::map<RecvPort*, std::uint64_t> expected;
@@ -57,7 +60,9 @@ HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, co
 void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
   call_ = &call;
   tag_ = tag;
-  reduce_ = reduces(call.collective) ? reduce_fn({call.dtype, call.op == Op::avg ? Op::avg : call.op}) : nullptr;
+  reduce_ = reduces(call.collective)
+                ? reduce_fn({call.dtype, call.op == Op::avg ? Op::avg : call.op})
+                : nullptr;
   if (scratch_.size() < plan.scratch_bytes_) scratch_.resize(plan.scratch_bytes_);
   for (auto& strand : plan.strands_) {
     strand.at = 0;
@@ -108,26 +113,33 @@ bool HostEngine::poll(HostPlan& plan) {
   return moved;
 }
 
-std::byte* HostEngine::address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece, const Place& place) const {
+std::byte* HostEngine::address(const HostPlan& plan, const HostPlan::Strand& strand,
+                               const Piece& piece, const Place& place) const {
   switch (place.space) {
     case Space::input:
-      return const_cast<std::byte*>(call_->input) + plan.layout_.input(piece.chunk, strand.segment).offset * plan.element_;
+      return const_cast<std::byte*>(call_->input) +
+             plan.layout_.input(piece.chunk, strand.segment).offset * plan.element_;
     case Space::output:
-      return call_->output + plan.layout_.output(piece.chunk, strand.segment).offset * plan.element_;
+      return call_->output +
+             plan.layout_.output(piece.chunk, strand.segment).offset * plan.element_;
     case Space::scratch:
-      return const_cast<std::byte*>(scratch_.data()) + strand.scratch + place.index * plan.cell_bytes_;
+      return const_cast<std::byte*>(scratch_.data()) + strand.scratch +
+             place.index * plan.cell_bytes_;
     case Space::none:
       break;
   }
   return nullptr;
 }
 
-void HostEngine::check_message(const HostPlan::Strand& strand, const Step& step, const Header& header, std::uint64_t expected) const {
+void HostEngine::check_message(const HostPlan::Strand& strand, const Step& step,
+                               const Header& header, std::uint64_t expected) const {
   if (header.tag == tag_ && header.bytes == expected) return;
   throw Error(ErrorKind::mismatch,
-              "a message from rank " + std::to_string(step.recv_peer) + " on channel " + std::to_string(strand.channel) +
-                  " in round " + std::to_string(step.round) + " belongs to another call or has " + std::to_string(header.bytes) +
-                  " bytes instead of " + std::to_string(expected) + ": the ranks no longer run the same calls");
+              "a message from rank " + std::to_string(step.recv_peer) + " on channel " +
+                  std::to_string(strand.channel) + " in round " + std::to_string(step.round) +
+                  " belongs to another call or has " + std::to_string(header.bytes) +
+                  " bytes instead of " + std::to_string(expected) +
+                  ": the ranks no longer run the same calls");
 }
 
 // One step of a strand for its segment; false if data or a slot are missing yet.
@@ -142,7 +154,8 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
   switch (step.kind) {
     case StepKind::send: {
       std::size_t total = 0;
-      for (const Piece* p = first; p != last; ++p) total += plan.layout_.length(p->chunk, s) * element;
+      for (const Piece* p = first; p != last; ++p)
+        total += plan.layout_.length(p->chunk, s) * element;
       char* slot = bound.to->acquire(total);
       if (slot == nullptr) return false;
       std::size_t at = 0;
@@ -161,7 +174,8 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
       const char* message = bound.from->peek(&header);
       if (message == nullptr) return false;
       std::size_t total = 0;
-      for (const Piece* p = first; p != last; ++p) total += plan.layout_.length(p->chunk, s) * element;
+      for (const Piece* p = first; p != last; ++p)
+        total += plan.layout_.length(p->chunk, s) * element;
       check_message(strand, step, header, total);
       char* slot = nullptr;
       if (step.kind == StepKind::recv_send) {
@@ -206,9 +220,11 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
       if (count == 0) return true;
       std::vector<const void*> operands;
       operands.reserve(step.npieces);
-      for (const Piece* p = first; p != last; ++p) operands.push_back(address(plan, strand, *p, p->src));
+      for (const Piece* p = first; p != last; ++p)
+        operands.push_back(address(plan, strand, *p, p->src));
       void* out = address(plan, strand, *first, first->dst);
-      reduce_(&out, 1, operands.data(), step.npieces, count, finish_of(*first, *call_, plan.nranks_));
+      reduce_(&out, 1, operands.data(), step.npieces, count,
+              finish_of(*first, *call_, plan.nranks_));
       return true;
     }
   }

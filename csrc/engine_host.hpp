@@ -1,9 +1,9 @@
 // The host engine: runs any rank program over any transport.
 //
-// A *strand* is one channel of the program on one lane: its own program counter, FIFOs and scratch cells. The engine polls
-// the strands round robin; each runs its steps in order for its segments, and goes as far as arrived data and
-// free slots allow. Strands of a call are what overlaps: two trees, or the up phase of one segment with the down phase
-// of another.
+// A *strand* is one channel of the program on one lane: its own program counter, FIFOs and scratch
+// cells. The engine polls the strands round robin; each runs its steps in order for its segments,
+// and goes as far as arrived data and free slots allow. Strands of a call are what overlaps: two
+// trees, or the up phase of one segment with the down phase of another.
 #pragma once
 
 #include <memory>
@@ -27,7 +27,8 @@ struct Links {
 // A program bound to its links and byte layout: what runs, and runs again.
 class HostPlan {
  public:
-  HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call, const Links& links, int lanes, int nranks);
+  HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call,
+           const Links& links, int lanes, int nranks);
 
   std::uint64_t segments() const { return layout_.segments(); }
   int strands() const { return static_cast<int>(strands_.size()); }
@@ -72,8 +73,10 @@ class HostEngine {
  private:
   bool poll(HostPlan& plan);
   bool advance(HostPlan& plan, HostPlan::Strand& strand);
-  std::byte* address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece, const Place& place) const;
-  void check_message(const HostPlan::Strand& strand, const Step& step, const Header& header, std::uint64_t expected) const;
+  std::byte* address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece,
+                     const Place& place) const;
+  void check_message(const HostPlan::Strand& strand, const Step& step, const Header& header,
+                     std::uint64_t expected) const;
 
   Waiter& waiter_;
   std::vector<std::byte> scratch_;

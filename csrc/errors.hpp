@@ -1,4 +1,5 @@
-// The one exception of the core: a kind, which the bindings turn into a Python class, and a sentence for people.
+// The one exception of the core: a kind, which the bindings turn into a Python class, and a
+// sentence for people.
 #pragma once
 
 #include <stdexcept>

@@ -40,7 +40,7 @@ void Gate::meet(Waiter& waiter) {
 }
 
 void Gate::look_around() {
-  if (signature_ == nullptr) return;
+  if (signature_ == nullptr || !may_announce_late_) return;
   if (!announced_) announce();
   bool all = true, agree = true;
   for (int q = 0; q < n_; ++q) {
@@ -61,7 +61,8 @@ void Gate::mismatch(Waiter& waiter) {
 
 void Gate::throw_mismatch() {
   // Ranks that agree are listed together.
-  std::string text = "the ranks disagree about call " + std::to_string(sequence_) + " of this communicator: ";
+  std::string text =
+      "the ranks disagree about call " + std::to_string(sequence_) + " of this communicator: ";
   std::vector<bool> listed(n_, false);
   for (int q = 0; q < n_; ++q) {
     if (listed[q]) continue;

@@ -1,10 +1,13 @@
-// How the ranks of one region enter a call together and find out that they do not mean the same call.
+// How the ranks of one region enter a call together and find out that they do not mean the same
+// call.
 //
-// Every call has a sequence number. A rank announces the hash of its call's signature under that number and goes on only when
-// all ranks have announced the same; so nothing is written to a user's array before the ranks agree. The announcement costs
-// one cache-line exchange, and nothing for small messages, whose lines carry number and hash themselves.
+// Every call has a sequence number. A rank announces the hash of its call's signature under that
+// number and goes on only when all ranks have announced the same; so nothing is written to a user's
+// array before the ranks agree. The announcement costs one cache-line exchange, and nothing for
+// small messages, whose lines carry number and hash themselves.
 //
-// Two slots by parity are enough: a rank announces call k+2 only after all have announced k+1, hence read k.
+// Two slots by parity are enough: a rank announces call k+2 only after all have announced k+1,
+// hence read k.
 #pragma once
 
 #include <cstdint>
@@ -31,19 +34,27 @@ class Gate {
     signature_ = &signature;
     hash_ = hash;
     announced_ = false;
+    may_announce_late_ = false;
     return ++sequence_;
   }
-  void end() { signature_ = nullptr; }
+  void end() {
+    signature_ = nullptr;
+    may_announce_late_ = false;
+  }
+  // This call's data travel in lines, so nothing depends on when the announcement is made.
+  void allow_late_announcement() { may_announce_late_ = true; }
 
-  // Tells the peers that this rank has joined, with what the call needs to say. Writes made before (staged data) are visible to
-  // whoever sees the announcement.
+  // Tells the peers that this rank has joined, with what the call needs to say. Writes made before
+  // (staged data) are visible to whoever sees the announcement.
   void announce(std::uint64_t token = 0, std::uint64_t amount = 0);
 
-  // Waits until all have announced this call; throws Error(mismatch) on every rank if hashes differ.
+  // Waits until all have announced this call; throws Error(mismatch) on every rank if hashes
+  // differ.
   void meet(Waiter& waiter);
   const Arrival& arrival(int q) { return region_->rank(q).arrival[sequence_ & 1]; }
 
-  // For calls that do not announce (lines): called from slow waits. Announces late, and throws if a peer is in another call.
+  // For calls that do not announce (lines): called from slow waits. Announces late, and throws if a
+  // peer is in another call.
   void look_around();
   // A peer's line carries this call's number with another hash: collects the signatures and throws.
   [[noreturn]] void mismatch(Waiter& waiter);
@@ -66,6 +77,7 @@ class Gate {
   const Signature* signature_ = nullptr;
   std::uint64_t hash_ = 0;
   bool announced_ = false;
+  bool may_announce_late_ = false;
 };
 
 }  // namespace collectives

@@ -9,8 +9,8 @@
 
 namespace collectives {
 
-// The blocks of a blocked collective: one a rank, equal, split as numpy.array_split does, or given one by one.
-// Lengths and offsets are in elements.
+// The blocks of a blocked collective: one a rank, equal, split as numpy.array_split does, or given
+// one by one. Lengths and offsets are in elements.
 class Blocks {
  public:
   Blocks() = default;
@@ -55,9 +55,10 @@ class Blocks {
   std::vector<std::uint64_t> lengths_, offsets_;
 };
 
-// One collective call on one rank. `count` is the vector's length for all_reduce, broadcast and reduce; the others are
-// described by blocks: `in` where the input has a block a rank (reduce_scatter, scatter, all_to_all), `out` where the
-// output has (all_gather, gather, all_to_all).
+// One collective call on one rank. `count` is the vector's length for all_reduce, broadcast and
+// reduce; the others are described by blocks: `in` where the input has a block a rank
+// (reduce_scatter, scatter, all_to_all), `out` where the output has (all_gather, gather,
+// all_to_all).
 struct Call {
   Collective collective = Collective::all_reduce;
   Dtype dtype = Dtype::float32;
@@ -78,21 +79,29 @@ class Layout {
   };
 
   Layout() = default;
-  // `segment`: elements of a chunk that one pass of the program handles. `longest`: the longest block of any rank
-  // (agreed: all ranks must cut alike).
-  Layout(const Call& call, int rank, int nranks, int nchunks, std::uint64_t segment, std::uint64_t longest)
-      : collective_(call.collective), rank_(rank), nranks_(nranks), nchunks_(nchunks), segment_(segment),
-        count_(call.count), in_(call.in), out_(call.out) {
+  // `segment`: elements of a chunk that one pass of the program handles. `longest`: the longest
+  // block of any rank (agreed: all ranks must cut alike).
+  Layout(const Call& call, int rank, int nranks, int nchunks, std::uint64_t segment,
+         std::uint64_t longest)
+      : collective_(call.collective),
+        rank_(rank),
+        nranks_(nranks),
+        nchunks_(nchunks),
+        segment_(segment),
+        count_(call.count),
+        in_(call.in),
+        out_(call.out) {
     flat_ = !blocked(call.collective);
     per_block_ = call.collective == Collective::all_to_all ? 1 : std::max(1, nchunks / nranks);
-    const std::uint64_t sub = flat_ ? (count_ + nchunks - 1) / nchunks : (longest + per_block_ - 1) / per_block_;
+    const std::uint64_t sub =
+        flat_ ? (count_ + nchunks - 1) / nchunks : (longest + per_block_ - 1) / per_block_;
     segments_ = std::max<std::uint64_t>(1, (sub + segment - 1) / segment);
     align_ = std::max<std::uint64_t>(1, 64 / size_of(call.dtype));
   }
 
   static bool blocked(Collective c) {
-    return c == Collective::reduce_scatter || c == Collective::all_gather || c == Collective::gather ||
-           c == Collective::scatter || c == Collective::all_to_all;
+    return c == Collective::reduce_scatter || c == Collective::all_gather ||
+           c == Collective::gather || c == Collective::scatter || c == Collective::all_to_all;
   }
 
   std::uint64_t segments() const { return segments_; }
@@ -107,7 +116,8 @@ class Layout {
       case Collective::all_to_all:  // chunk = source · n + destination
         return within(in_.offset(chunk % nranks_), in_.length(chunk % nranks_), 0, s);
       default:
-        return within(in_.offset(chunk / per_block_), in_.length(chunk / per_block_), chunk % per_block_, s);
+        return within(in_.offset(chunk / per_block_), in_.length(chunk / per_block_),
+                      chunk % per_block_, s);
     }
   }
 
@@ -120,7 +130,8 @@ class Layout {
       case Collective::all_to_all:
         return within(out_.offset(chunk / nranks_), out_.length(chunk / nranks_), 0, s);
       default:
-        return within(out_.offset(chunk / per_block_), out_.length(chunk / per_block_), chunk % per_block_, s);
+        return within(out_.offset(chunk / per_block_), out_.length(chunk / per_block_),
+                      chunk % per_block_, s);
     }
   }
 
@@ -129,7 +140,8 @@ class Layout {
     if (flat_) return flat(chunk, s).length;
     if (collective_ == Collective::all_to_all)
       return chunk / nranks_ == rank_ ? input(chunk, s).length : output(chunk, s).length;
-    const bool by_output = collective_ == Collective::all_gather || collective_ == Collective::gather;
+    const bool by_output =
+        collective_ == Collective::all_gather || collective_ == Collective::gather;
     return by_output ? output(chunk, s).length : input(chunk, s).length;
   }
 
@@ -139,7 +151,8 @@ class Layout {
     const std::uint64_t base = s * stride;
     const std::uint64_t total = std::min(stride, count_ > base ? count_ - base : 0);
     std::uint64_t each = (total + nchunks_ - 1) / nchunks_;
-    if (each >= 4 * align_) each = std::min((each + align_ - 1) / align_ * align_, std::max(segment_, each));
+    if (each >= 4 * align_)
+      each = std::min((each + align_ - 1) / align_ * align_, std::max(segment_, each));
     const std::uint64_t begin = std::min(total, each * chunk);
     return {base + begin, std::min(total, begin + each) - begin};
   }

@@ -9,13 +9,16 @@ namespace collectives {
 namespace {
 
 // Header::tag of a slice: the message's length and dtype. Header::user: the user's tag.
-std::uint64_t pack(std::size_t bytes, Dtype dtype) { return static_cast<std::uint64_t>(bytes) << 8 | static_cast<std::uint64_t>(dtype); }
+std::uint64_t pack(std::size_t bytes, Dtype dtype) {
+  return static_cast<std::uint64_t>(bytes) << 8 | static_cast<std::uint64_t>(dtype);
+}
 std::size_t bytes_of(std::uint64_t tag) { return tag >> 8; }
 Dtype dtype_of(std::uint64_t tag) { return static_cast<Dtype>(tag & 0xff); }
 
 }  // namespace
 
-PostedTransfer PointToPoint::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes) {
+PostedTransfer PointToPoint::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
+                                       std::size_t bytes) {
   auto t = std::make_shared<TransferState>();
   t->peer = peer;
   t->tag = tag;
@@ -37,7 +40,8 @@ PostedTransfer PointToPoint::post_send(int peer, std::uint32_t tag, Dtype dtype,
   return t;
 }
 
-PostedTransfer PointToPoint::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes) {
+PostedTransfer PointToPoint::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
+                                       std::size_t bytes) {
   auto t = std::make_shared<TransferState>();
   t->peer = peer;
   t->tag = tag;
@@ -100,19 +104,22 @@ bool PointToPoint::progress_sends(int peer, Peer& p) {
 void PointToPoint::check_match(int peer, TransferState& t, Dtype dtype, std::size_t total) {
   if (total == t.bytes && dtype == t.dtype) return;
   const auto words = [](std::size_t bytes, Dtype d) {
-    return std::to_string(bytes / size_of(d)) + " x " + std::string{name_of(d)} + " (" + std::to_string(bytes) + " bytes)";
+    return std::to_string(bytes / size_of(d)) + " x " + std::string{name_of(d)} + " (" +
+           std::to_string(bytes) + " bytes)";
   };
   t.discard = true;
   t.error = std::make_exception_ptr(
-      Error(ErrorKind::mismatch, "recv from rank " + std::to_string(peer) + " with tag " + std::to_string(t.tag) + " expects " +
-                                     words(t.bytes, t.dtype) + ", but rank " + std::to_string(peer) + " sent " + words(total, dtype) +
-                                     ". The message was dropped"));
+      Error(ErrorKind::mismatch, "recv from rank " + std::to_string(peer) + " with tag " +
+                                     std::to_string(t.tag) + " expects " + words(t.bytes, t.dtype) +
+                                     ", but rank " + std::to_string(peer) + " sent " +
+                                     words(total, dtype) + ". The message was dropped"));
 }
 
 bool PointToPoint::match_stash(int peer, Peer& p) {
   bool any = false;
   for (auto r = p.recvs.begin(); r != p.recvs.end();) {
-    const auto s = std::find_if(p.stash.begin(), p.stash.end(), [&](const Stashed& x) { return x.tag == (*r)->tag; });
+    const auto s = std::find_if(p.stash.begin(), p.stash.end(),
+                                [&](const Stashed& x) { return x.tag == (*r)->tag; });
     if (s == p.stash.end() || s->moved != s->total) {
       ++r;
       continue;
@@ -143,13 +150,15 @@ bool PointToPoint::progress_recvs(int peer, Peer& p) {
     }
     const std::size_t total = bytes_of(header.tag);
     if (!p.receiving && p.stashing == nullptr) {  // the first slice of a message
-      const auto r = std::find_if(p.recvs.begin(), p.recvs.end(), [&](const PostedTransfer& t) { return t->tag == header.user; });
+      const auto r = std::find_if(p.recvs.begin(), p.recvs.end(),
+                                  [&](const PostedTransfer& t) { return t->tag == header.user; });
       if (r != p.recvs.end()) {
         p.receiving = *r;
         p.recvs.erase(r);
         check_match(peer, *p.receiving, dtype_of(header.tag), total);
       } else {
-        p.stash.push_back({header.user, dtype_of(header.tag), std::vector<std::byte>(total), total, 0});
+        p.stash.push_back(
+            {header.user, dtype_of(header.tag), std::vector<std::byte>(total), total, 0});
         p.stashing = &p.stash.back();
       }
     }
@@ -162,7 +171,8 @@ bool PointToPoint::progress_recvs(int peer, Peer& p) {
         p.receiving.reset();
       }
     } else {
-      if (header.bytes != 0) std::memcpy(p.stashing->data.data() + p.stashing->moved, slice, header.bytes);
+      if (header.bytes != 0)
+        std::memcpy(p.stashing->data.data() + p.stashing->moved, slice, header.bytes);
       p.stashing->moved += header.bytes;
       if (p.stashing->moved == total) {
         p.stashing = nullptr;

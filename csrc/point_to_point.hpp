@@ -1,8 +1,9 @@
 // send and recv with tags over the FIFOs of a transport.
 //
-// A message is cut into slices of one slot; slices of one message follow each other. A message waits in the FIFO until a matching
-// receive is posted (so memory stays bounded and a sender of more than the FIFO holds waits for its receiver); it is
-// set aside only when a receive with another tag is posted behind it. Receives match in order of posting.
+// A message is cut into slices of one slot; slices of one message follow each other. A message
+// waits in the FIFO until a matching receive is posted (so memory stays bounded and a sender of
+// more than the FIFO holds waits for its receiver); it is set aside only when a receive with
+// another tag is posted behind it. Receives match in order of posting.
 #pragma once
 
 #include <cstddef>
@@ -36,9 +37,11 @@ using PostedTransfer = std::shared_ptr<TransferState>;
 
 class PointToPoint {
  public:
-  PointToPoint(const Links& links, int me, int channel) : links_(links), me_(me), channel_(channel) {}
+  PointToPoint(const Links& links, int me, int channel)
+      : links_(links), me_(me), channel_(channel) {}
 
-  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data, std::size_t bytes);
+  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
+                           std::size_t bytes);
   PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes);
   // Moves what can be moved; true if anything did. Any thread.
   bool progress();
@@ -57,9 +60,9 @@ class PointToPoint {
     std::deque<PostedTransfer> sends;
     std::list<PostedTransfer> recvs;
     std::list<Stashed> stash;
-    PostedTransfer receiving;      // its message is arriving
-    Stashed* stashing = nullptr;   // or this one
-    bool listening = false;        // a receive of one message is announced to the transport
+    PostedTransfer receiving;     // its message is arriving
+    Stashed* stashing = nullptr;  // or this one
+    bool listening = false;       // a receive of one message is announced to the transport
   };
 
   bool progress_sends(int peer, Peer& p);

@@ -32,6 +32,7 @@ struct FloatBits<double> {
 
 struct Simd {
   static constexpr int kBytes = 16;
+  static constexpr int kAccumulators = 4;
 
   // Which operand's NaN a sum returns depends on how the compiler placed the operands, and on the CPU; so NaNs are put in
   // by hand: the first operand's, else the second's, else (inf - inf, 0 * inf) the default one of x86.

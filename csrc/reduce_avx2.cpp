@@ -27,6 +27,7 @@ alignas(32) constexpr std::int32_t kLaneMasks[16] = {-1, -1, -1, -1, -1, -1, -1,
 
 struct Simd {
   static constexpr int kBytes = 32;
+  static constexpr int kAccumulators = 8;  // hides the latency of the adds, fits 16 registers
 
   SIMD_BINARY(add, float, "vaddps")
   SIMD_BINARY(add, double, "vaddpd")

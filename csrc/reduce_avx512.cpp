@@ -28,6 +28,7 @@ constexpr __mmask8 kAllDoubles = 0xff;
 
 struct Simd {
   static constexpr int kBytes = 64;
+  static constexpr int kAccumulators = 8;
 
   SIMD_BINARY(add, float, "vaddps")
   SIMD_BINARY(add, double, "vaddpd")

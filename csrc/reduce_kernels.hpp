@@ -4,6 +4,7 @@
 //   template <class T> using Vec        a vector of T
 //   struct Simd {
 //     kBytes                            size of a vector
+//     kAccumulators                     vectors of partial results that a block keeps in registers
 //     add, sub, mul, div                on Vec<float>, Vec<double>; where both operands are NaN, the first one's payload
 //     duplicate_even, duplicate_odd, swap_pairs, sub_add   what complex products need; sub_add: a-b at even, a+b at odd
 //     widen_float16, narrow_float16     Vec<uint16_t> <-> two Vec<float>, in any arrangement of elements
@@ -262,28 +263,30 @@ struct ComplexProd {
 // ---- Posts: what happens to a part before it is narrowed ----
 
 struct Keep {
+  SIMD_INLINE bool applies() const { return false; }
   template <class V>
   SIMD_INLINE void apply(V&) const {}
 };
 
 template <class T>
 struct DivideBy {
-  bool on;
+  bool divides;
   Vec<T> divisor;
-  SIMD_INLINE void apply(Vec<T>& part) const {
-    if (on) part = Simd::div(part, divisor);
-  }
+  SIMD_INLINE bool applies() const { return divides; }
+  SIMD_INLINE void apply(Vec<T>& part) const { part = Simd::div(part, divisor); }
 };
 
 template <class T>
 struct MultiplyBy {
   Vec<T> factor;
+  SIMD_INLINE bool applies() const { return true; }
   SIMD_INLINE void apply(Vec<T>& part) const { part = Simd::mul(part, factor); }
 };
 
 template <class T>
 struct ComplexMultiplyBy {
   Vec<T> factor;
+  SIMD_INLINE bool applies() const { return true; }
   SIMD_INLINE void apply(Vec<T>& part) const { ComplexProd::combine(part, factor, T()); }
 };
 
@@ -339,8 +342,8 @@ struct Loop {
   using Part = typename Format::Part;
   using Parts = Vec<Part>[Format::kParts];
   static constexpr std::size_t kV = Simd::kBytes;
-  // Vectors in a block: eight accumulators hide the latency of the adds and fit the 16 registers of AVX2.
-  static constexpr int kBlock = 8 / Format::kParts;
+  // Vectors in a block.
+  static constexpr int kBlock = Simd::kAccumulators / Format::kParts;
   // From here on a store that splits a cache line costs more than stepping to an aligned address first.
   static constexpr std::size_t kAlignFrom = 16 * kV;
 
@@ -349,9 +352,14 @@ struct Loop {
   bool nontemporal;
   const Post& post;
 
-  SIMD_INLINE void finish(Parts& parts) const {
+  template <int kVectors>
+  SIMD_INLINE void finish(Parts (&acc)[kVectors]) const {
+    if (!post.applies()) return;
     SIMD_UNROLL
-    for (int p = 0; p < Format::kParts; ++p) post.apply(parts[p]);
+    for (int v = 0; v < kVectors; ++v) {
+      SIMD_UNROLL
+      for (int p = 0; p < Format::kParts; ++p) post.apply(acc[v][p]);
+    }
   }
 
   static SIMD_INLINE void combine(Parts& a, Vec<Byte> raw) {
@@ -370,12 +378,10 @@ struct Loop {
       SIMD_UNROLL
       for (int v = 0; v < kVectors; ++v) combine(acc[v], load(srcs[s] + at + v * kV));
     }
+    finish(acc);
     Vec<Byte> raw[kVectors];
     SIMD_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      finish(acc[v]);
-      raw[v] = Format::narrow(acc[v]);
-    }
+    for (int v = 0; v < kVectors; ++v) raw[v] = Format::narrow(acc[v]);
     for (int d = 0; d < dsts.count(); ++d) {
       Byte* const to = dsts[d] + at;
       if (nontemporal && misalignment(to) == 0) {
@@ -391,13 +397,13 @@ struct Loop {
   // 0 < bytes < kV: the same in part of a vector.
   SIMD_INLINE void partial(std::size_t at, std::size_t bytes) const {
     using Element = typename Format::Element;
-    Parts acc;
-    Format::widen(Simd::template load_partial<Element>(srcs[0] + at, bytes), acc);
+    Parts acc[1];
+    Format::widen(Simd::template load_partial<Element>(srcs[0] + at, bytes), acc[0]);
     for (int s = 1; s < srcs.count(); ++s) {
-      combine(acc, Simd::template load_partial<Element>(srcs[s] + at, bytes));
+      combine(acc[0], Simd::template load_partial<Element>(srcs[s] + at, bytes));
     }
     finish(acc);
-    const Vec<Byte> raw = Format::narrow(acc);
+    const Vec<Byte> raw = Format::narrow(acc[0]);
     for (int d = 0; d < dsts.count(); ++d) {
       Simd::template store_partial<Element>(dsts[d] + at, bytes, raw);
     }
@@ -423,15 +429,14 @@ struct Loop {
   }
 };
 
+// Sums, which are nearly all that is reduced, have loops of their own for the numbers of buffers that two ranks need.
 template <class Format, class Op, class Post>
 SIMD_INLINE void run(const Buffers& b, const Post& post) {
-  if (b.nsrc == 2 && b.ndst == 1) {
-    Loop<Format, Op, Post, 2, 1>::run(b, post);
-  } else if (b.nsrc == 2 && b.ndst == 2) {
-    Loop<Format, Op, Post, 2, 2>::run(b, post);
-  } else {
-    Loop<Format, Op, Post, 0, 0>::run(b, post);
+  if constexpr (__is_same(Op, Sum)) {
+    if (b.nsrc == 2 && b.ndst == 1) return Loop<Format, Op, Post, 2, 1>::run(b, post);
+    if (b.nsrc == 2 && b.ndst == 2) return Loop<Format, Op, Post, 2, 2>::run(b, post);
   }
+  Loop<Format, Op, Post, 0, 0>::run(b, post);
 }
 
 // ---- The functions in the table ----
@@ -492,6 +497,7 @@ void scale_complex(void* dst, const void* src, std::size_t count, double re, dou
   }
   using Post = ComplexMultiplyBy<T>;
   Vec<T> factor;
+  SIMD_INLINE bool applies() const { return true; }
   for (std::size_t i = 0; i < sizeof factor / sizeof(T); ++i) factor[i] = static_cast<T>(i % 2 ? im : re);
   const Buffers b{&dst, 1, &src, 1, count * 2 * sizeof(T), false};
   Loop<Plain<T>, Sum, Post, 1, 1>::run(b, Post{factor});

@@ -51,7 +51,8 @@ std::string Signature::describe() const {
   const auto c = static_cast<Collective>(collective);
   std::string s{name_of(c)};
   if (c != Collective::barrier) {
-    s += "(count=" + std::to_string(count) + ", dtype=" + std::string{name_of(static_cast<Dtype>(dtype))};
+    s += "(count=" + std::to_string(count) +
+         ", dtype=" + std::string{name_of(static_cast<Dtype>(dtype))};
     if (reduces(c)) s += ", op=" + std::string{name_of(static_cast<Op>(op))};
     if (rooted(c)) s += ", root=" + std::to_string(root);
     if (counts_hash) {
@@ -109,14 +110,16 @@ int open_memfd(const std::string& handle, std::uint64_t* cookie) {
   const int mine = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (mine < 0)
     fail("cannot open the shared segment of process " + std::to_string(pid) +
-         " (different user, PID namespace or container? set COLLECTIVES_NODE to different values to use MPI "
+         " (different user, PID namespace or container? set COLLECTIVES_NODE to different values "
+         "to use MPI "
          "between them)");
   struct stat status {};
   if (fstat(mine, &status) != 0 || status.st_ino != inode) {
     close(mine);
-    throw Error(ErrorKind::system, "process " + std::to_string(pid) +
-                                       " of this PID namespace is not the peer that was meant: the ranks do not "
-                                       "share a PID namespace; give them different COLLECTIVES_NODE values");
+    throw Error(ErrorKind::system,
+                "process " + std::to_string(pid) +
+                    " of this PID namespace is not the peer that was meant: the ranks do not "
+                    "share a PID namespace; give them different COLLECTIVES_NODE values");
   }
   return mine;
 }
@@ -144,7 +147,9 @@ Region::Region(const RegionShape& shape, void* base, int fd, std::uint64_t cooki
   bytes_ = at;
 }
 
-std::size_t Region::size_of(const RegionShape& shape) { return Region(shape, nullptr, -1, 0).bytes_; }
+std::size_t Region::size_of(const RegionShape& shape) {
+  return Region(shape, nullptr, -1, 0).bytes_;
+}
 
 Region::~Region() {
   if (base_ != nullptr) munmap(base_, bytes_);
@@ -153,7 +158,8 @@ Region::~Region() {
 
 std::shared_ptr<Region> Region::make_private(const RegionShape& shape) {
   const std::size_t bytes = size_of(shape);
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) fail("cannot map " + std::to_string(bytes) + " bytes");
   std::shared_ptr<Region> region(new Region(shape, base, -1, 0));
   return region;
@@ -179,10 +185,12 @@ std::shared_ptr<Region> Region::open(const RegionShape& shape, const std::string
   const int fd = open_memfd(handle, &cookie);
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   close(fd);
-  if (base == MAP_FAILED) fail("cannot map a peer's shared segment of " + std::to_string(bytes) + " bytes");
+  if (base == MAP_FAILED)
+    fail("cannot map a peer's shared segment of " + std::to_string(bytes) + " bytes");
   std::shared_ptr<Region> region(new Region(shape, base, -1, cookie));
   if (region->head().cookie != cookie || region->head().bytes != bytes)
-    throw Error(ErrorKind::system, "the shared segment opened is not the peer's: its cookie or size differs");
+    throw Error(ErrorKind::system,
+                "the shared segment opened is not the peer's: its cookie or size differs");
   return region;
 }
 
@@ -200,11 +208,15 @@ char* Region::abort_reason() { return head().reason; }
 RankArea& Region::rank(int r) { return reinterpret_cast<RankArea*>(base_ + ranks_)[r]; }
 
 std::byte* Region::stage(int r, std::uint64_t slot) {
-  return base_ + stages_ + (static_cast<std::size_t>(r) * shape_.stage_depth + slot % shape_.stage_depth) * shape_.stage_slot;
+  return base_ + stages_ +
+         (static_cast<std::size_t>(r) * shape_.stage_depth + slot % shape_.stage_depth) *
+             shape_.stage_slot;
 }
 
 std::byte* Region::result(int r, std::uint64_t slot) {
-  return base_ + results_ + (static_cast<std::size_t>(r) * shape_.stage_depth + slot % shape_.stage_depth) * shape_.stage_slot;
+  return base_ + results_ +
+         (static_cast<std::size_t>(r) * shape_.stage_depth + slot % shape_.stage_depth) *
+             shape_.stage_slot;
 }
 
 FifoControl& Region::fifo_control(int src, int dst, int channel) {
@@ -212,11 +224,15 @@ FifoControl& Region::fifo_control(int src, int dst, int channel) {
 }
 
 FifoSlotHeader& Region::fifo_header(int src, int dst, int channel, std::uint64_t slot) {
-  return reinterpret_cast<FifoSlotHeader*>(base_ + fifo_headers_)[fifo_index(src, dst, channel) * shape_.fifo_depth + slot % shape_.fifo_depth];
+  return reinterpret_cast<FifoSlotHeader*>(
+      base_ +
+      fifo_headers_)[fifo_index(src, dst, channel) * shape_.fifo_depth + slot % shape_.fifo_depth];
 }
 
 std::byte* Region::fifo_data(int src, int dst, int channel, std::uint64_t slot) {
-  return base_ + fifo_data_ + (fifo_index(src, dst, channel) * shape_.fifo_depth + slot % shape_.fifo_depth) * shape_.fifo_slot;
+  return base_ + fifo_data_ +
+         (fifo_index(src, dst, channel) * shape_.fifo_depth + slot % shape_.fifo_depth) *
+             shape_.fifo_slot;
 }
 
 }  // namespace collectives

@@ -1,11 +1,14 @@
-// The memory that the ranks of one node share: flags, lines, staging slots and FIFOs, in one segment.
+// The memory that the ranks of one node share: flags, lines, staging slots and FIFOs, in one
+// segment.
 //
-// Between processes it is a memfd: it has no name, so nothing can be left behind in /dev/shm, nobody else can open it, and
-// the kernel frees it with the last process that maps it. Peers open it through /proc/PID/fd/FD and check a random cookie.
-// Between threads of one process all ranks simply use the creator's mapping.
+// Between processes it is a memfd: it has no name, so nothing can be left behind in /dev/shm,
+// nobody else can open it, and the kernel frees it with the last process that maps it. Peers open
+// it through /proc/PID/fd/FD and check a random cookie. Between threads of one process all ranks
+// simply use the creator's mapping.
 //
-// Memory order, for every flag here: the owner writes data, then stores the flag with release; a reader loads the flag with
-// acquire and then reads the data. Each flag has one writer. All counters only grow.
+// Memory order, for every flag here: the owner writes data, then stores the flag with release; a
+// reader loads the flag with acquire and then reads the data. Each flag has one writer. All
+// counters only grow.
 #pragma once
 
 #include <atomic>
@@ -23,7 +26,8 @@ inline constexpr int kLines = 24;
 inline constexpr std::size_t kLinePayload = 48;
 inline constexpr std::size_t kLinesBytes = kLines * kLinePayload;  // largest message in lines
 
-// One cache line that is flag and data at once: a reader that sees `sequence` has the payload with the same miss.
+// One cache line that is flag and data at once: a reader that sees `sequence` has the payload with
+// the same miss.
 struct alignas(64) Line {
   std::atomic<std::uint64_t> sequence;
   std::uint64_t hash;
@@ -34,9 +38,9 @@ static_assert(sizeof(Line) == 64);
 // What a rank announces when it joins call `sequence`.
 struct alignas(64) Arrival {
   std::atomic<std::uint64_t> sequence;
-  std::uint64_t hash;      // of the call's signature
-  std::uint64_t token;     // symmetric buffer in use (0: none)
-  std::uint64_t amount;    // call-specific (largest block of an all_to_all_v)
+  std::uint64_t hash;    // of the call's signature
+  std::uint64_t token;   // symmetric buffer in use (0: none)
+  std::uint64_t amount;  // call-specific (largest block of an all_to_all_v)
 };
 
 // A call's signature in full, for messages: what a mismatch prints.
@@ -66,7 +70,7 @@ struct alignas(64) FifoSlotHeader {
   std::uint64_t tag;
   std::uint32_t bytes;
   std::uint32_t user;
-  unsigned char small[40];              // payloads up to 40 bytes ride in the flag's cache line
+  unsigned char small[40];  // payloads up to 40 bytes ride in the flag's cache line
 };
 static_assert(sizeof(FifoSlotHeader) == 64);
 
@@ -76,23 +80,23 @@ struct alignas(128) RankArea {
   Doorbell doorbell;
   std::atomic<std::uint32_t> state;
   std::atomic<std::int32_t> process;
-  alignas(128) Arrival arrival[2];       // by parity of the call's sequence
+  alignas(128) Arrival arrival[2];  // by parity of the call's sequence
   alignas(128) Signature signature[2];
-  Counter published;    // staging slots of mine that hold data
-  Counter drained;      // chunks of everybody that I have consumed
-  Counter reduced;      // result slots of mine that hold data
-  Counter collected;    // result chunks of everybody that I have consumed
-  Counter left;         // calls on symmetric buffers that I have finished
-  Counter bench;        // cache_line_exchange()
+  Counter published;  // staging slots of mine that hold data
+  Counter drained;    // chunks of everybody that I have consumed
+  Counter reduced;    // result slots of mine that hold data
+  Counter collected;  // result chunks of everybody that I have consumed
+  Counter left;       // calls on symmetric buffers that I have finished
+  Counter bench;      // cache_line_exchange()
   alignas(128) Line lines[2][kLines];
 };
 
 struct RegionShape {
-  int nranks = 1;              // local ranks
-  int channels = 1;            // FIFOs between each ordered pair
+  int nranks = 1;    // local ranks
+  int channels = 1;  // FIFOs between each ordered pair
   int fifo_depth = 4;
   std::size_t fifo_slot = 64 << 10;
-  int stage_depth = 4;         // staging and result slots of each rank
+  int stage_depth = 4;  // staging and result slots of each rank
   std::size_t stage_slot = 256 << 10;
 };
 
@@ -116,7 +120,7 @@ class Region {
   std::atomic<std::uint32_t>& abort_word();  // 0, or 1 + the local rank that aborted
   char* abort_reason();                      // kAbortReason bytes
   RankArea& rank(int r);
-  std::byte* stage(int r, std::uint64_t slot);   // slot taken modulo the depth
+  std::byte* stage(int r, std::uint64_t slot);  // slot taken modulo the depth
   std::byte* result(int r, std::uint64_t slot);
   FifoControl& fifo_control(int src, int dst, int channel);
   FifoSlotHeader& fifo_header(int src, int dst, int channel, std::uint64_t slot);
@@ -140,7 +144,8 @@ class Region {
   bool owned_mapping_ = true;
   std::uint64_t cookie_ = 0;
   // Offsets of the parts.
-  std::size_t ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0, fifo_data_ = 0;
+  std::size_t ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,
+              fifo_data_ = 0;
 };
 
 // A memfd of `bytes`, and the handle by which other processes of this user open it.

@@ -1,7 +1,9 @@
-// What an engine needs of a transport: FIFOs of slots between pairs of ranks, one per channel and direction.
+// What an engine needs of a transport: FIFOs of slots between pairs of ranks, one per channel and
+// direction.
 //
-// A port is used by one thread at a time. Nothing here blocks: an engine polls, and waits with its own policy.
-// Messages arrive in the order in which they were committed, whole, at most `slot_bytes` long.
+// A port is used by one thread at a time. Nothing here blocks: an engine polls, and waits with its
+// own policy. Messages arrive in the order in which they were committed, whole, at most
+// `slot_bytes` long.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +13,11 @@
 
 namespace collectives {
 
-// A message's header: `tag` tells calls apart (the engine puts the hash of the call's signature there).
+// A message's header: `tag` tells calls apart (the engine puts the hash of the call's signature
+// there).
 struct Header {
   std::uint32_t bytes = 0;
-  std::uint32_t user = 0;   // free for the caller: point-to-point tags, flags
+  std::uint32_t user = 0;  // free for the caller: point-to-point tags, flags
   std::uint64_t tag = 0;
 };
 
@@ -25,7 +28,8 @@ class SendPort {
   virtual char* acquire(std::size_t bytes) = 0;
   // Hands the acquired message over.
   virtual void commit(const Header& header) = 0;
-  // True when the peer or the network has taken all committed messages, so that buffers may be reused.
+  // True when the peer or the network has taken all committed messages, so that buffers may be
+  // reused.
   virtual bool flushed() = 0;
 };
 
@@ -42,9 +46,9 @@ class RecvPort {
 class Transport {
  public:
   virtual ~Transport() = default;
-  virtual std::string_view name() const = 0;        // "threads", "shm", "mpi"
+  virtual std::string_view name() const = 0;  // "threads", "shm", "mpi"
   virtual std::size_t slot_bytes() const = 0;
-  virtual int depth() const = 0;                    // messages a FIFO holds
+  virtual int depth() const = 0;  // messages a FIFO holds
   // Ports are made on first use and live as long as the transport.
   virtual SendPort& send_port(int peer, int channel) = 0;
   virtual RecvPort& recv_port(int peer, int channel) = 0;

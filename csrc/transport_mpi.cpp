@@ -19,6 +19,7 @@ constexpr int kPoisonTag = 0;
 constexpr std::size_t kPoisonBytes =
     2048;  // below every MPI's eager limit, so it leaves without the peer's help
 constexpr auto kCloseWait = std::chrono::seconds(1);
+constexpr int kCloseProbes = 64;
 
 constexpr int tag_of(int channel) { return 1 + channel; }
 
@@ -261,9 +262,12 @@ MpiTransport::~MpiTransport() {
       }
       // After a failure the communicator is left to MPI: freeing is collective by the standard, so
       // peers that never come could hold us, and MPICH 5.0 ends the process when a large message
-      // for it has arrived and was never received.
-      if (clean && !mpi_->iprobe(Mpi::any_source, Mpi::any_tag, comm_, nullptr))
-        mpi_->comm_free(comm_);
+      // for it has arrived and was never received. Several probes, for each moves MPI only one
+      // step.
+      for (int i = 0; clean && i < kCloseProbes; ++i) {
+        clean = !mpi_->iprobe(Mpi::any_source, Mpi::any_tag, comm_, nullptr);
+      }
+      if (clean) mpi_->comm_free(comm_);
       return;
     }
   } catch (const Error&) {

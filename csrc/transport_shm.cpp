@@ -4,16 +4,18 @@
 
 namespace collectives {
 
-// The sender writes the payload and the header's fields, then `sequence` with release: a receiver that acquires the expected
-// sequence sees them all. The receiver stores `released` with release after its last read of the slot; the sender
-// acquires it before it writes the slot again.
+// The sender writes the payload and the header's fields, then `sequence` with release: a receiver
+// that acquires the expected sequence sees them all. The receiver stores `released` with release
+// after its last read of the slot; the sender acquires it before it writes the slot again.
 class ShmTransport::Send final : public SendPort {
  public:
   Send(Region& region, int me, int peer, int channel)
       : region_(region),
         doorbell_(region.rank(peer).doorbell),
         control_(region.fifo_control(me, peer, channel)),
-        me_(me), peer_(peer), channel_(channel),
+        me_(me),
+        peer_(peer),
+        channel_(channel),
         depth_(region.shape().fifo_depth) {}
 
   char* acquire(std::size_t bytes) override {
@@ -35,7 +37,9 @@ class ShmTransport::Send final : public SendPort {
     doorbell_.ring();
   }
 
-  bool flushed() override { return true; }  // a committed message lives in the slot: the caller's buffers are free
+  bool flushed() override {
+    return true;
+  }  // a committed message lives in the slot: the caller's buffers are free
 
  private:
   Region& region_;
@@ -52,7 +56,9 @@ class ShmTransport::Recv final : public RecvPort {
       : region_(region),
         doorbell_(region.rank(peer).doorbell),
         control_(region.fifo_control(peer, me, channel)),
-        me_(me), peer_(peer), channel_(channel) {}
+        me_(me),
+        peer_(peer),
+        channel_(channel) {}
 
   void expect(std::uint64_t) override {}
 
@@ -79,8 +85,12 @@ class ShmTransport::Recv final : public RecvPort {
   std::uint64_t taken_ = 0;
 };
 
-ShmTransport::ShmTransport(std::shared_ptr<Region> region, int local_rank, std::vector<int> local_of, bool threads)
-    : region_(std::move(region)), local_rank_(local_rank), local_of_(std::move(local_of)), threads_(threads) {}
+ShmTransport::ShmTransport(std::shared_ptr<Region> region, int local_rank,
+                           std::vector<int> local_of, bool threads)
+    : region_(std::move(region)),
+      local_rank_(local_rank),
+      local_of_(std::move(local_of)),
+      threads_(threads) {}
 
 ShmTransport::~ShmTransport() = default;
 

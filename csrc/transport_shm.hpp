@@ -1,4 +1,5 @@
-// FIFOs in a shared region: the transport between processes of a node ("shm") and between threads ("threads").
+// FIFOs in a shared region: the transport between processes of a node ("shm") and between threads
+// ("threads").
 #pragma once
 
 #include <map>
@@ -12,8 +13,10 @@ namespace collectives {
 
 class ShmTransport final : public Transport {
  public:
-  // `local_of[peer]`: the peer's index in the region, -1 for peers that this transport does not reach.
-  ShmTransport(std::shared_ptr<Region> region, int local_rank, std::vector<int> local_of, bool threads);
+  // `local_of[peer]`: the peer's index in the region, -1 for peers that this transport does not
+  // reach.
+  ShmTransport(std::shared_ptr<Region> region, int local_rank, std::vector<int> local_of,
+               bool threads);
   ~ShmTransport() override;
 
   std::string_view name() const override { return threads_ ? "threads" : "shm"; }

@@ -14,7 +14,7 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::steady_clock;
 
-constexpr microseconds kYieldFor{2000};       // then sleep: waits this long are no longer about latency
+constexpr microseconds kYieldFor{2000};  // then sleep: waits this long are no longer about latency
 constexpr microseconds kCheckEvery{1000};
 constexpr microseconds kFirstNap{50};
 constexpr microseconds kMaxNap{1000};
@@ -23,12 +23,14 @@ constexpr microseconds kMaxNap{1000};
 
 void Doorbell::wake() {
   rings.fetch_add(1, std::memory_order_release);
-  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&rings), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&rings), FUTEX_WAKE, 1 << 30, nullptr,
+          nullptr, 0);
 }
 
 void Doorbell::sleep(std::uint32_t seen, microseconds nap) {
   timespec limit{0, static_cast<long>(nap.count()) * 1000};
-  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&rings), FUTEX_WAIT, seen, &limit, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&rings), FUTEX_WAIT, seen, &limit, nullptr,
+          0);
 }
 
 void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {

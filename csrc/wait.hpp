@@ -1,8 +1,9 @@
 // Bounded waits: spin, then yield, then sleep on a futex, and look around for trouble on the way.
 //
-// A wait that succeeds within `spins` polls costs nothing but the polls. After that it leaves the fast path: it yields the
-// core (with more ranks than cores the peer it waits for may need it), after 2 ms it sleeps on the rank's doorbell, and it
-// asks the Watch about deadlines, aborts and dead peers at least every few milliseconds.
+// A wait that succeeds within `spins` polls costs nothing but the polls. After that it leaves the
+// fast path: it yields the core (with more ranks than cores the peer it waits for may need it),
+// after 2 ms it sleeps on the rank's doorbell, and it asks the Watch about deadlines, aborts and
+// dead peers at least every few milliseconds.
 #pragma once
 
 #include <atomic>
@@ -20,9 +21,10 @@ inline void cpu_relax() {
 #endif
 }
 
-// A rank's doorbell in memory shared with its peers. A sleeper announces itself in `sleepers`; who changes something that it
-// may wait for rings. The check of `sleepers` is not fenced against the change it announces, so a ring can be missed: sleeps
-// are therefore bounded (kMaxNap) and the cost of a miss is one nap, not a hang.
+// A rank's doorbell in memory shared with its peers. A sleeper announces itself in `sleepers`; who
+// changes something that it may wait for rings. The check of `sleepers` is not fenced against the
+// change it announces, so a ring can be missed: sleeps are therefore bounded (kMaxNap) and the cost
+// of a miss is one nap, not a hang.
 struct alignas(64) Doorbell {
   std::atomic<std::uint32_t> rings{0};
   std::atomic<std::uint32_t> sleepers{0};
@@ -31,13 +33,15 @@ struct alignas(64) Doorbell {
     if (sleepers.load(std::memory_order_relaxed) != 0) wake();
   }
   void wake();
-  // Sleeps until rung (relative to a `rings` value read before the condition was last checked) or `nap` is over.
+  // Sleeps until rung (relative to a `rings` value read before the condition was last checked) or
+  // `nap` is over.
   void sleep(std::uint32_t seen, std::chrono::microseconds nap);
 };
 
-// What a wait is for, for error messages and for the flight recorder. Plain data: making one costs a few stores.
+// What a wait is for, for error messages and for the flight recorder. Plain data: making one costs
+// a few stores.
 struct Where {
-  const char* phase = "";     // "arrival", "slot", "message", ...
+  const char* phase = "";  // "arrival", "slot", "message", ...
   int peer = -1;
   int channel = -1;
   int step = -1;
@@ -46,19 +50,22 @@ struct Where {
   std::uint64_t seen = 0;
 };
 
-// Looks around while a rank waits. check() throws if the wait must end: deadline, abort, death, mismatch.
+// Looks around while a rank waits. check() throws if the wait must end: deadline, abort, death,
+// mismatch.
 class Watch {
  public:
   virtual ~Watch() = default;
   virtual void check(const Where& where, std::chrono::steady_clock::time_point since) = 0;
-  // Called when a wait leaves and re-enters the fast path (the bindings give up and take back the GIL there).
+  // Called when a wait leaves and re-enters the fast path (the bindings give up and take back the
+  // GIL there).
   virtual void enter_slow() {}
   virtual void leave_slow() {}
 };
 
 class Waiter {
  public:
-  Waiter(Watch& watch, Doorbell& doorbell, int spins) : watch_(watch), doorbell_(doorbell), spins_(spins) {}
+  Waiter(Watch& watch, Doorbell& doorbell, int spins)
+      : watch_(watch), doorbell_(doorbell), spins_(spins) {}
 
   // Polls `ready` until it returns true; `where()` is called when the fast path is left.
   template <class Ready, class Describe>
@@ -75,7 +82,8 @@ class Waiter {
   void set_spins(int spins) { spins_ = spins; }
 
  private:
-  // Polls without a pause first: a pause takes about 45 ns on recent x86, as long as a cache line takes to cross.
+  // Polls without a pause first: a pause takes about 45 ns on recent x86, as long as a cache line
+  // takes to cross.
   static constexpr int kHotSpins = 32;
 
   template <class Ready>

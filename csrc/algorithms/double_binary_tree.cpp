@@ -16,10 +16,10 @@
 // again. The first tree thereby adds in rank order. broadcast and reduce put the root above both
 // trees, which then span the other n - 1 ranks.
 //
-// Cost, vector of S bytes:  all_reduce up to 2·ceil(log2 n) + 2 steps (1 up and 1 down for the rank
-//   above the trees), each rank sends at most 2·S: half of S up in each tree and twice half of S
-//   down in the one where it is inner. broadcast, reduce: half the steps, S per rank; the root
-//   sends half of S to each tree.
+// Cost, vector of S bytes:  all_reduce at most 2·ceil(log2 n) steps, each rank sends at most 2·S:
+//   half of S up in each tree, and twice half of S down in the one where it is inner. broadcast,
+//   reduce: at most ceil(log2 n) + 1 steps, at most S per rank; the root has half of S for each
+//   tree.
 // Limits: none; any n. (1 or 2 ranks: the trees fall together.)
 // Source: P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full bandwidth broadcast,
 //   reduction and scan", Parallel Computing 35 (2009) 581-594, doi:10.1016/j.parco.2009.09.001.

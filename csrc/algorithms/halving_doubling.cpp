@@ -6,18 +6,18 @@
 // is the same picture, backwards and without arithmetic.
 //
 //   reduce_scatter over 5 ranks, who sends which chunks, with all that it has gathered for them
-//     round 0   {0 1 2 | 3 4}       c3 c4: 0->3, 1->4, 2->4    c0 c1 c2: 3->0, 4->1
+//     round 0   {0 1 2 | 3 4}       c3 c4: 0->3, 1->4, 2->3    c0 c1 c2: 3->0, 4->1
 //     round 1   {0 1 | 2} {3 | 4}   c2: 0->2, 1->2             c0 c1: 2->0   c4: 3->4   c3: 4->3
 //     round 2   {0 | 1}             c1: 0->1                   c0: 1->0
 //
-// Where halves differ, the odd rank of the lower half has no partner: the last rank of the upper
-// half takes its chunks too (two messages, combined at once), and nothing comes back, since its
-// partner's are already delivered. So nothing is folded, no rank sits idle for long, and all sizes
-// work alike.
+// Where halves differ, the odd rank of the lower half has no partner: the first rank of the upper
+// half takes its chunks too (two messages, combined at once), and nothing comes back, since all of
+// the upper half is delivered already. A rank is first of an upper half in one cut only, so it
+// serves an odd one at most once. Nothing is folded, and all sizes work alike.
 //
 // Cost, vector of S bytes:  reduce_scatter ceil(log2 n) steps, each rank sends exactly (n-1)/n·S;
-//   all_gather the same for a power of two, else a few ranks send more (both partners of the odd
-//   pair); all_reduce the sum.
+//   all_gather the same for a power of two, else up to 1.6 times that for the ranks that serve an odd
+//   one; all_reduce the sum.
 // Limits: none; any n. Messages of many chunks: n/2 at first.
 // Source: R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, LNCS 3036,
 //   1-9, doi:10.1007/978-3-540-24685-5_1; R. Thakur, R. Rabenseifner, W. Gropp, Int. J. High
@@ -38,7 +38,7 @@ void halve(int lo, int hi, std::size_t level, const std::vector<int>& at,
   if (rounds.size() <= level) rounds.emplace_back();
   const int mid = lo + (hi - lo + 1) / 2;
   for (int p = lo; p < mid; ++p) {
-    const int partner = std::min(mid + (p - lo), hi - 1);  // the last one serves the odd rank too
+    const int partner = p - lo < hi - mid ? mid + (p - lo) : mid;  // which serves the odd rank too
     for (int c = mid; c < hi; ++c) rounds[level].push_back({at[p], at[partner], at[c], true});
   }
   for (int p = mid; p < hi; ++p) {

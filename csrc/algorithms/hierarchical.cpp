@@ -11,8 +11,7 @@
 //     3. all_gather within each node (intra)             share     all, on every rank
 //   reduce_scatter   1. intra reduce_scatter, blocks dealt to rails   2. inter reduce_scatter
 //   all_gather       1. inter all_gather along rails                  2. intra all_gather
-//   broadcast        1. the root gives rails their shares   2. inter broadcast   3. intra
-//   all_gather
+//   broadcast        1. the root deals its node the shares   2. inter broadcast   3. all_gather
 //
 // Uneven nodes. The vector is cut into units, and each node deals the units evenly to its ranks:
 // unit u of U belongs to local rank u·m/U on a node of m ranks. The owners of a unit, one on each

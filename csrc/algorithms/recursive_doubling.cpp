@@ -7,17 +7,18 @@
 //   all_reduce over 5 ranks (each transfer is the whole vector, reduced by the receiver)
 //     round 0   {0} {1} and {3} {4} merge    0 <-> 1               3 <-> 4
 //     round 1   {0 1} {2} merge              0 <-> 2, and 2 -> 1
-//     round 2   {0 1 2} {3 4} merge          0 <-> 3, 1 <-> 4, and 4 -> 2
+//     round 2   {0 1 2} {3 4} merge          0 <-> 3, 1 <-> 4, and 3 -> 2
 //
 // All ranks of a group hold the same value, so a rank of the larger half that has no partner just
-// listens to the last rank of the other half. Every rank receives once a round at most, none is
-// folded away, all sizes take ceil(log2 n) rounds. Both sides of an exchange evaluate lower half op
-// upper half, which is a balanced tree in the order of the ranks.
+// listens to the first rank of the other half, which is the first of an upper half in one merge
+// only. Every rank receives once a round at most, none is folded away, all sizes take ceil(log2 n)
+// rounds. Both sides of an exchange evaluate lower half op upper half, which is a balanced tree in
+// the order of the ranks.
 //
 // barrier is the dissemination barrier: in round k rank r tells r + 2^k what it has heard of.
 //
-// Cost, vector of S bytes:  all_reduce ceil(log2 n) steps, S·log2(n) per rank (up to twice that for
-//   the ranks that serve an odd one); barrier ceil(log2 n) steps of empty messages.
+// Cost, vector of S bytes:  all_reduce ceil(log2 n) steps, S·ceil(log2 n) per rank, S more
+//   for those that serve an odd one; barrier ceil(log2 n) steps of empty messages.
 // Limits: none; any n.
 // Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
 //   Operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,
@@ -38,8 +39,10 @@ int merge(int lo, int hi, const std::vector<int>& at, std::vector<Round>& rounds
   const int mid = lo + (hi - lo + 1) / 2;
   const int level = std::max(merge(lo, mid, at, rounds), merge(mid, hi, at, rounds));
   if (static_cast<int>(rounds.size()) <= level) rounds.resize(level + 1);
-  for (int p = lo; p < mid; ++p)
-    rounds[level].push_back({at[std::min(mid + (p - lo), hi - 1)], at[p], 0, true});
+  for (int p = lo; p < mid; ++p) {
+    const int partner = p - lo < hi - mid ? mid + (p - lo) : mid;  // which serves the odd rank too
+    rounds[level].push_back({at[partner], at[p], 0, true});
+  }
   for (int p = mid; p < hi; ++p) rounds[level].push_back({at[lo + (p - mid)], at[p], 0, true});
   return level + 1;
 }

@@ -495,8 +495,8 @@ void check_broken() {
     return [=] { build_schedule(name, c, {4, 0, {}}); };
   };
   refused("a misspelt name",
-          "unknown algorithm \"doubel_tree\", did you mean \"double_binary_tree\"?",
-          build("doubel_tree"));
+          "unknown algorithm \"double_binary_three\", did you mean \"double_binary_tree\"?",
+          build("double_binary_three"));
   refused("an algorithm that cannot", "ring cannot do all_to_all; it can do all_reduce,",
           build("ring", Collective::all_to_all));
   refused("parts where none belong", "ring takes no parts in parentheses", build("ring(ring)"));
