@@ -137,7 +137,7 @@ test-cpp: $(VENV)/.tools ## run the C++ tests under sanitizers
 			-DCOLLECTIVES_BUILD_PYTHON=OFF -DCOLLECTIVES_BUILD_TESTS=ON -DCOLLECTIVES_CUDA=OFF \
 			-DCOLLECTIVES_SANITIZE="$(SANITIZE)" -DCOLLECTIVES_WERROR=$(WERROR) && \
 		cmake --build build/cpp --parallel $(CORES))
-	@$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
+	@$(BIN)/ctest --test-dir build/cpp --parallel $(CORES) --output-on-failure --no-tests=error
 
 lint: $(VENV)/.with-lint ## check format, lint and types
 	@failed=; check() { echo "$$@" | cut -c -100; "$$@" || failed=1; }; \

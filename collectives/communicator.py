@@ -407,7 +407,8 @@ class Communicator:
             op[2],
         )
         if self._group is not None:
-            return self._group.add(lambda: (self._call(*arguments), result())[1])
+            held = (source, target, *keep)  # must outlive the call, which the group makes later
+            return self._group.add(lambda: (self._call(*arguments), result(), held)[1])
         if async_op:
             return QueuedWork(self._submit(*arguments), result, (source, target, *keep))
         self._call(*arguments)

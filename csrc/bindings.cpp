@@ -661,10 +661,11 @@ PYBIND11_MODULE(_core, m) {
                                                        ? call.out.length(comm.rank())
                                                        : 0));
           py::gil_scoped_release release;
+          const BenchClock clock(comm);
           const TouchedInput touched{const_cast<std::byte*>(call.input),
                                      touch_input ? elements * size_of(call.dtype) : 0};
           return pairs_of(time_loop(
-              warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
+              clock,              warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
         });
   m.def("time_mpi", [](Communicator& comm, std::uintptr_t mpi_comm, int warmup, int iterations,
                        bool touch_input, const std::string& collective, int dtype, int op, int root,
@@ -701,7 +702,8 @@ PYBIND11_MODULE(_core, m) {
       }
     };
     py::gil_scoped_release release;
-    return pairs_of(time_loop(warmup, iterations, touched, [&] { meet(comm); }, body));
+    const BenchClock clock(comm);
+    return pairs_of(time_loop(clock, warmup, iterations, touched, [&] { meet(comm); }, body));
   });
   m.def("cache_line_exchange", [](Communicator& comm, int rounds) {
     py::gil_scoped_release release;

@@ -29,15 +29,16 @@ constexpr int kPointToPointChannel = 9;
 constexpr milliseconds kPollPeersEvery{20};
 constexpr std::size_t kMaxPlans = 512;
 
-// Marks the communicator as in use by one thread; a second one is refused rather than interleaved.
+// Marks the communicator as in use by one thread; a second one is refused rather than interleaved. A plain load and store: this
+// is on the path of every call, and has to find misuse, not to be a lock.
 class Busy {
  public:
   explicit Busy(std::atomic<bool>& flag) : flag_(flag) {
-    if (flag_.exchange(true, std::memory_order_acquire))
+    if (flag_.load(std::memory_order_relaxed))
       throw Error(ErrorKind::invalid,
                   "two threads called this communicator at the same time; give each its own with "
-                  "duplicate(), or use "
-                  "async_op=True from one thread");
+                  "duplicate(), or use async_op=True from one thread");
+    flag_.store(true, std::memory_order_relaxed);
   }
   ~Busy() { flag_.store(false, std::memory_order_release); }
 
@@ -379,16 +380,11 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
 
 void Communicator::run(const Call& call, const Options& options) {
   check_open();
-  {
-    std::unique_lock lock(queue_mutex_);
-    if (!queue_.empty() || working_) {
-      lock.unlock();
-      const auto work = submit(call, options);
-      waiter_->until([&] { return work->done(); },
-                     [] { return Where{"earlier asynchronous calls"}; });
-      if (work->error()) std::rethrow_exception(work->error());
-      return;
-    }
+  if (queued_.load(std::memory_order_acquire) != 0) {
+    const auto work = submit(call, options);
+    waiter_->until([&] { return work->done(); }, [] { return Where{"earlier asynchronous calls"}; });
+    if (work->error()) std::rethrow_exception(work->error());
+    return;
   }
   Busy busy(busy_);
   execute(call, options);
@@ -411,8 +407,16 @@ void Communicator::execute(const Call& call, const Options& options) {
 
 void Communicator::dispatch(const Call& call, const Options& options) {
   if (config_.nranks == 1) return run_alone(call, options);
-  const Signature signature = sign(call, options);
-  const std::uint64_t hash = signature.hash();
+  const bool again = options.algorithm == last_.algorithm && options.order == last_.order &&
+                     call.collective == last_.collective && call.dtype == last_.dtype && call.op == last_.op &&
+                     call.root == last_.root && call.count == last_.count && !Layout::blocked(call.collective);
+  if (!again) {
+    last_ = {options.algorithm, options.order, call.collective, call.dtype, call.op, call.root, call.count,
+             sign(call, options), 0};
+    last_.hash = last_.signature.hash();
+  }
+  const Signature& signature = last_.signature;
+  const std::uint64_t hash = last_.hash;
   try {
     if (direct_ && (options.algorithm == kDefault || direct_shape_[options.algorithm] != 0))
       direct_->run(call, options.algorithm != kDefault && direct_shape_[options.algorithm] == 2,
@@ -470,6 +474,10 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   }
   Lowered result;
   result.nchunks = schedule.nchunks;
+  if (key.collective == Collective::all_to_all)
+    for (const Round& round : schedule.rounds)
+      for (const Transfer& t : round)
+        result.forwards |= t.chunk != t.src * config_.nranks + t.dst;
   result.program = std::make_shared<const RankProgram>(lower(schedule, config_.rank, key.order));
   if (static_cast<int>(result.program->channels.size()) > kProgramChannels)
     throw Error(ErrorKind::unsupported,
@@ -558,6 +566,10 @@ void Communicator::run_general(const Call& call, const Options& options, const S
   const ProgramKey program_key{options.algorithm, call.collective,
                                rooted(call.collective) ? call.root : 0, options.order};
   const Lowered& low = lowered(program_key);
+  if (uneven_pairs && low.forwards)
+    throw Error(ErrorKind::unsupported, "algorithm '" + names_[options.algorithm] +
+                                            "' passes blocks through ranks that do not know their lengths; "
+                                            "all_to_all_v needs one that sends directly (direct_two_shot)");
   longest = agree(signature, hash, longest);
   if (call.collective != Collective::barrier && signature.count == 0 && !uneven_pairs) return;
   if (uneven_pairs && longest == 0) return;
@@ -611,6 +623,7 @@ std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
   auto work = std::make_shared<Work>();
   std::lock_guard lock(queue_mutex_);
+  queued_.fetch_add(1, std::memory_order_relaxed);
   queue_.push_back({std::move(call), options, work});
   wake_worker();
   return work;
@@ -632,7 +645,6 @@ void Communicator::worker() {
     if (!queue_.empty()) {
       Job job = std::move(queue_.front());
       queue_.pop_front();
-      working_ = true;
       lock.unlock();
       std::exception_ptr error;
       try {
@@ -641,9 +653,7 @@ void Communicator::worker() {
       } catch (...) {
         error = std::current_exception();
       }
-      lock.lock();
-      working_ = false;
-      lock.unlock();
+      queued_.fetch_sub(1, std::memory_order_release);
       job.work->finish(error);
       lock.lock();
       continue;

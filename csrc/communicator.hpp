@@ -132,6 +132,7 @@ class Communicator : public Watch {
   struct Lowered {
     std::shared_ptr<const RankProgram> program;
     int nchunks = 1;
+    bool forwards = false;  // all_to_all: blocks pass through ranks that they are not for
   };
   struct Mapping;
 
@@ -187,6 +188,20 @@ class Communicator : public Watch {
   std::uint64_t control_calls_ = 0;
   std::uint64_t calls_ = 0;
 
+  // The last call's signature: programs repeat calls, and hashing takes as long as a cache line takes to cross.
+  struct Signed {
+    int algorithm = kDefault - 1;
+    Order order = Order::any;
+    Collective collective = Collective::barrier;
+    Dtype dtype = Dtype::uint8;
+    Op op = Op::sum;
+    int root = 0;
+    std::uint64_t count = 0;
+    Signature signature;
+    std::uint64_t hash = 0;
+  };
+  Signed last_;
+
   std::vector<SymmetricSegment> segments_;
   std::map<std::uint64_t, std::shared_ptr<Mapping>> mappings_;
   std::shared_ptr<Mapping> pending_segment_;
@@ -210,7 +225,7 @@ class Communicator : public Watch {
     std::shared_ptr<Work> work;
   };
   std::deque<Job> queue_;
-  bool working_ = false;
+  std::atomic<int> queued_{0};  // jobs that are queued or running
   bool background_p2p_ = false;
   bool stop_ = false;
   std::thread thread_;

@@ -271,16 +271,16 @@ struct Keep {
 template <class T>
 struct DivideBy {
   bool divides;
-  Vec<T> divisor;
+  T divisor;
   SIMD_INLINE bool applies() const { return divides; }
-  SIMD_INLINE void apply(Vec<T>& part) const { part = Simd::div(part, divisor); }
+  SIMD_INLINE void apply(Vec<T>& part) const { part = Simd::div(part, broadcast(divisor)); }
 };
 
 template <class T>
 struct MultiplyBy {
-  Vec<T> factor;
+  T factor;
   SIMD_INLINE bool applies() const { return true; }
-  SIMD_INLINE void apply(Vec<T>& part) const { part = Simd::mul(part, factor); }
+  SIMD_INLINE void apply(Vec<T>& part) const { part = Simd::mul(part, broadcast(factor)); }
 };
 
 template <class T>
@@ -460,7 +460,7 @@ void reduce(void* const* dsts, int ndst, const void* const* srcs, int nsrc, std:
   }
   if constexpr (kDivides) {
     using Part = typename Format::Part;
-    run<Format, Op>(b, DivideBy<Part>{divide, broadcast(static_cast<Part>(finish.divisor))});
+    run<Format, Op>(b, DivideBy<Part>{divide, static_cast<Part>(finish.divisor)});
   } else {
     run<Format, Op>(b, Keep{});
   }
@@ -482,7 +482,7 @@ void scale_real(void* dst, const void* src, std::size_t count, double re, double
   using Part = typename Format::Part;
   using Post = MultiplyBy<Part>;
   const Buffers b{&dst, 1, &src, 1, count * sizeof(typename Format::Element), false};
-  Loop<Format, Sum, Post, 1, 1>::run(b, Post{broadcast(static_cast<Part>(re))});
+  Loop<Format, Sum, Post, 1, 1>::run(b, Post{static_cast<Part>(re)});
 }
 
 template <class T>
@@ -497,7 +497,6 @@ void scale_complex(void* dst, const void* src, std::size_t count, double re, dou
   }
   using Post = ComplexMultiplyBy<T>;
   Vec<T> factor;
-  SIMD_INLINE bool applies() const { return true; }
   for (std::size_t i = 0; i < sizeof factor / sizeof(T); ++i) factor[i] = static_cast<T>(i % 2 ? im : re);
   const Buffers b{&dst, 1, &src, 1, count * 2 * sizeof(T), false};
   Loop<Plain<T>, Sum, Post, 1, 1>::run(b, Post{factor});

@@ -71,6 +71,7 @@ struct Region::Head {
   std::uint64_t cookie;
   std::uint64_t bytes;
   std::atomic<std::uint32_t> abort;
+  std::atomic<std::uint64_t> tick_rate;
   char reason[kAbortReason];
 };
 
@@ -203,6 +204,7 @@ void Region::close_handle() {
 
 Region::Head& Region::head() { return *reinterpret_cast<Head*>(base_); }
 std::atomic<std::uint32_t>& Region::abort_word() { return head().abort; }
+std::atomic<std::uint64_t>& Region::tick_rate() { return head().tick_rate; }
 char* Region::abort_reason() { return head().reason; }
 
 RankArea& Region::rank(int r) { return reinterpret_cast<RankArea*>(base_ + ranks_)[r]; }

@@ -52,7 +52,7 @@ struct Signature {
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t order = 0;
-  char algorithm[48] = {};
+  char algorithm[80] = {};
 
   std::uint64_t hash() const;
   std::string describe() const;
@@ -118,6 +118,8 @@ class Region {
   void close_handle();  // once every peer has opened it
 
   std::atomic<std::uint32_t>& abort_word();  // 0, or 1 + the local rank that aborted
+  // Clock ticks per second as the first rank that asked measured them (bench.cpp): all ranks must use one value.
+  std::atomic<std::uint64_t>& tick_rate();
   char* abort_reason();                      // kAbortReason bytes
   RankArea& rank(int r);
   std::byte* stage(int r, std::uint64_t slot);  // slot taken modulo the depth

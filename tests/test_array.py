@@ -85,6 +85,7 @@ def test_strides_are_refused(make, says):
     ("x", "says"),
     [
         (np.ones(3, ">f4"), r"'>f4' is not in this machine's byte order; .*newbyteorder"),
+        (np.zeros(3, np.dtype(ml_dtypes.bfloat16).newbyteorder(">")), "machine's byte order"),
         (np.zeros(3, [("a", "f4"), ("b", "i4")]), r"fields \('a', 'b'\)"),
         (np.array([object()]), "dtype object holds Python objects"),
         (np.zeros(3, "M8[s]"), r"is a date or a duration; pass x.view\('int64'\)"),

@@ -28,7 +28,7 @@ def only(pairs, collective):
 def test_every_algorithm_and_count(n, collective):
     pairs = only(cases.registry(n), collective)
     assert pairs or n == 1
-    counts = cases.COUNTS if n < 9 else cases.COUNTS[:6] + (65, 289, 4099)
+    counts = cases.COUNTS if n < 9 else (*cases.COUNTS[:6], 65, 289, 4099)
     cases.on_threads(n, cases.sweep(n, [*pairs, (None, collective)], counts))
 
 

@@ -1,0 +1,201 @@
+"""Writes the figures of bench/results/*.json into README.md and docs/benchmarks.md.
+
+    python bench/table.py              rewrites both
+    python bench/table.py --check      status 1 if they are not up to date
+
+Each file is one run of `python -m collectives bench --json FILE`. Between the markers
+
+    <!-- bench/table.py: summary -->  and  <!-- bench/table.py: all -->, each up to  <!-- end -->
+
+go the tables. README.md gets one table for each number of ranks: float32 sum all_reduce in place on
+one host, algorithms chosen by size, loops in C++. docs/benchmarks.md gets a section for each run. A
+ratio is a peer's time divided by ours of the same run, so runs are never compared with each other;
+where several runs have a row of the summary, our time there is their median. A run with a wrong
+element is refused.
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGES = {ROOT / "README.md": "summary", ROOT / "docs" / "benchmarks.md": "all"}
+NONE = "No results yet: `make bench BENCH_ARGS='--json bench/results/NAME.json'`, then `python bench/table.py`."
+
+
+class Run(NamedTuple):
+    """One file of results."""
+
+    name: str
+    header: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def plain(self) -> bool:
+        """True for loops in C++ and algorithms that were chosen, not forced."""
+        return not re.search(r"--(python|algorithm|order)\b", self.header["command"])
+
+
+def load(folder: Path) -> list[Run]:
+    """The runs of a folder. Raises ValueError for a run with wrong results, or that checked none."""
+    runs = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        for row in content["rows"]:
+            if row["wrong"] or (row["wrong"] is None and row["collective"] != "barrier"):
+                what = f"{row['collective']} of {row['bytes']} bytes"
+                raise ValueError(f"{path.name}: {what} is not verified or wrong: {row['wrong']}")
+        runs.append(Run(path.stem, content["header"], content["rows"]))
+    return runs
+
+
+def label(peer: dict[str, Any]) -> str:
+    """A peer's name as people know it, with its version."""
+    version = peer["version"]
+    number = re.search(r"\d+(\.\d+)+", version)
+    for family in ("Open MPI", "Intel", "MPICH"):
+        if family.lower() in version.lower():
+            name = "Intel MPI" if family == "Intel" else family
+            return f"{name} {number[0]}" if number else name
+    return f"Gloo of {version.partition('+')[0]}" if peer["name"] == "gloo" else version
+
+
+def size(nbytes: int) -> str:
+    for unit, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << unit and nbytes % (1 << unit) == 0:
+            return f"{nbytes >> unit} {name}"
+    return f"{nbytes} B"
+
+
+def time(us: float | None) -> str:
+    """Three digits, in µs, without an exponent."""
+    if us is None:
+        return ""
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def machine(header: dict[str, Any]) -> str:
+    """What a run depended on, in a line."""
+    of = header["machine"]
+    exchange = of["exchange_ns"]
+    near = f", cache line exchange {exchange:.0f} ns" if exchange else ""
+    versions = header["versions"]
+    return (
+        f"{of['cpu']}, {of['cores']} cores{near}; huge pages: {of['huge_pages']['ordinary']}, shared "
+        f"{of['huge_pages']['shared']}; Python {versions['python']}, numpy {versions['numpy']}; "
+        f"commit {header['commit']}, {header['date'][:10]}"
+    )
+
+
+def summary(runs: list[Run]) -> list[str]:
+    """The tables of README.md."""
+    chosen: dict[int, dict[int, list[tuple[bool, dict[str, Any]]]]] = {}  # ranks -> bytes -> rows
+    used: dict[str, Run] = {}
+    for run in runs:
+        for row in run.rows:
+            kind = (row["collective"], row["dtype"], row["op"], row["transport"], row["device"])
+            one_host = row["nodes"] == 1 and row["in_place"] and run.plain
+            if kind == ("all_reduce", "float32", "sum", "shm", "cpu") and one_host:
+                at = chosen.setdefault(row["ranks"], {}).setdefault(row["bytes"], [])
+                at.append((row["symmetric"], row))
+                used[run.name] = run
+    lines = []
+    for ranks, by_size in sorted(chosen.items()):
+        everything = [pair for pairs in by_size.values() for pair in pairs]
+        columns: list[tuple[bool, str]] = []
+        for symmetric in (False, True):
+            labels = {label(p) for s, row in everything if s == symmetric for p in row["peers"]}
+            if any(s == symmetric for s, _ in everything):
+                columns += [(symmetric, "")] + [(symmetric, name) for name in sorted(labels)]
+        head = [f"{ranks} ranks"]
+        for symmetric, name in columns:
+            memory = "symmetric" if symmetric else "any array"
+            head.append(f"{name} ÷ ours, {memory}" if name else f"ours, {memory} (µs)")
+        body = []
+        for nbytes, pairs in sorted(by_size.items()):
+            cells = [size(nbytes)]
+            for symmetric, name in columns:
+                rows = [row for s, row in pairs if s == symmetric]
+                if not name:
+                    values = [row["time_us"] for row in rows]
+                    cells.append(time(statistics.median(values)) if values else "")
+                    continue
+                ratios = [p["ratio"] for row in rows for p in row["peers"] if label(p) == name]
+                cells.append(f"{statistics.median(ratios):.1f}" if ratios else "")
+            body.append(cells)
+        lines += [*table(head, body), ""]
+    if not lines:
+        return [NONE]
+    lines += [f"- {name}: {machine(run.header)}" for name, run in sorted(used.items())]
+    return lines
+
+
+def everything(runs: list[Run]) -> list[str]:
+    """The sections of docs/benchmarks.md."""
+    lines: list[str] = []
+    for run in runs:
+        lines += [f"### {run.name}", "", f"`{run.header['command']}`", "", machine(run.header), ""]
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in run.rows:
+            keys = ("collective", "ranks", "nodes", "transport", "dtype", "op", "symmetric")
+            groups.setdefault((*(row[k] for k in keys), row["in_place"]), []).append(row)
+        for group, rows in groups.items():
+            collective, ranks, nodes, transport, dtype, op, symmetric, in_place = group
+            what = [collective, f"{ranks} ranks", transport]
+            what += [f"{nodes} nodes"] * (nodes > 1) + [dtype] + [op] * (op != "none")
+            what += ["symmetric"] * symmetric + ["in place" if in_place else "out of place"]
+            names = list(dict.fromkeys(label(p) for row in rows for p in row["peers"]))
+            head = ["size", "algorithm", "median (µs)", "p99 (µs)", "busbw (GB/s)", "predicted (µs)"]
+            for name in names:
+                head += [f"{name} (µs)", "÷ ours"]
+            body = []
+            for row in rows:
+                cells = [size(row["bytes"]), row["algorithm"], time(row["time_us"])]
+                cells += [time(row["p99_us"]), f"{row['busbw_gbs']:.2f}", time(row["predicted_us"])]
+                found = {label(p): p for p in row["peers"]}
+                for name in names:
+                    peer = found.get(name)
+                    cells += [time(peer["time_us"]), f"{peer['ratio']:.2f}"] if peer else ["", ""]
+                body.append(cells)
+            lines += [f"**{', '.join(what)}**", "", *table(head, body), ""]
+    return lines[:-1] if lines else [NONE]
+
+
+def filled(text: str, kind: str, lines: list[str]) -> str:
+    """`text` with `lines` between the markers of `kind`."""
+    begin, end = f"<!-- bench/table.py: {kind} -->", "<!-- end -->"
+    before, found, rest = text.partition(begin)
+    if not found or end not in rest:
+        raise ValueError(f"the markers {begin} and {end} are missing")
+    after = rest.partition(end)[2]
+    return before + begin + "\n" + "\n".join(lines) + "\n" + end + after
+
+
+def main(arguments: list[str]) -> int:
+    runs = load(RESULTS)
+    blocks = {"summary": summary(runs), "all": everything(runs)}
+    status = 0
+    for path, kind in PAGES.items():
+        old = path.read_text()
+        new = filled(old, kind, blocks[kind])
+        if arguments == ["--check"]:
+            if new != old:
+                print(f"{path.name} is not up to date: run python bench/table.py")
+                status = 1
+        elif new != old:
+            path.write_text(new)
+            print(f"{path.name}: written from {len(runs)} runs")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

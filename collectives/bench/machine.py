@@ -1,0 +1,178 @@
+"""What a result depends on besides the code: processor, memory, pages, versions.
+
+Packages are looked up, not imported; MPI is asked in a process of its own, so one that is broken
+cannot take this one down.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from ..communicator import Communicator
+from ..errors import CollectiveError
+
+_EXCHANGE_ROUNDS = 200  # times 50 exchanges: 2 ms near, 12 ms far
+_PACKAGES = ("torch", "jax", "cupy", "mpi4py", "ml_dtypes", "matplotlib")
+
+_ASK_MPI = """
+import json, sys
+from mpi4py import MPI
+from collectives import _core
+print(json.dumps(_core.loaded_mpi()))
+"""
+
+
+def cpu_model() -> str:
+    """Name of the processor, as the kernel tells it."""
+    for line in _lines("/proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> int:
+    """Memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def huge_pages() -> dict[str, str]:
+    """When the kernel uses huge pages: for ordinary memory, and for shared memory."""
+    folder = "/sys/kernel/mm/transparent_hugepage"
+    modes = {}
+    for name, file in (("ordinary", "enabled"), ("shared", "shmem_enabled")):
+        text = " ".join(_lines(f"{folder}/{file}"))
+        modes[name] = text.partition("[")[2].partition("]")[0] or "unknown"
+    return modes
+
+
+def page_bytes() -> int:
+    """Size of an ordinary page."""
+    return resource.getpagesize()
+
+
+def exchange_ns(comm: Communicator) -> float | None:
+    """Nanoseconds in which two ranks of a host exchange a cache line; None if no two share memory.
+    Collective.
+    """
+    comm.barrier()
+    mine = float(_core.cache_line_exchange(comm._core, _EXCHANGE_ROUNDS))
+    slowest = float(np.max(comm.all_gather(np.array([mine], np.float64))))
+    return round(slowest * 1e9, 1) or None
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, None if there is none. Nothing is imported."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """This package, Python, numpy, and what else of interest is installed."""
+    found = {
+        "collectives": package_version("collectives") or "0+unknown",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    for name in _PACKAGES:
+        version = package_version(name)
+        if version is not None:
+            found[name] = version
+    return found
+
+
+def commit() -> str:
+    """The commit that this was built from, or that is checked out where it is used in place;
+    "-dirty" where files differ from it.
+    """
+    built = str(_core.commit)
+    if built not in ("", "unknown"):
+        return built
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return "unknown"
+    head = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if changed else head
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def mpi(comm: Communicator) -> dict[str, str]:
+    """The MPI library: path, version, abi, threads; or "missing", the reason why there is none."""
+    if comm._bootstrap.kind == "mpi":
+        return {name: str(value) for name, value in _core.loaded_mpi().items()}
+    if package_version("mpi4py") is None:
+        return {"missing": "mpi4py is not installed (pip install collectives[mpi])"}
+    hidden = ("COLLECTIVES_", "OMPI_", "PMIX_", "PMI_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=environment,
+        )
+        if done.returncode == 0:
+            answer = json.loads(done.stdout.splitlines()[-1])
+            return {name: str(value) for name, value in answer.items()}
+        words = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, CollectiveError) as error:
+        words = str(error)
+    return {"missing": f"mpi4py finds no MPI that works: {words}"}
+
+
+def header(comm: Communicator, command: str) -> dict[str, Any]:
+    """What stands above the results of a run. Collective."""
+    exchange = exchange_ns(comm)
+    return {
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": cores(),
+            "memory_bytes": memory_bytes(),
+            "page_bytes": page_bytes(),
+            "huge_pages": huge_pages(),
+            "exchange_ns": exchange,
+        },
+        "versions": versions(),
+        "commit": commit(),
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

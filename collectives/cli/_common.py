@@ -1,0 +1,142 @@
+"""What commands share: types of arguments, and errors in words."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .. import _core
+from ..array import ITEM_SIZES
+from ..config import parse_size
+from ..errors import CollectiveError, ConfigError, did_you_mean
+from ..schedule import algorithms
+from ..tuning import known_algorithm
+from ._ranks import rank_hint
+
+USAGE = 2  # exit status of a command that could not do what was asked
+
+
+def positive(text: str) -> int:
+    """A whole number >= 1."""
+    return _at_least(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number >= 0."""
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= {least}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes: 4, 64K, 1M, 2G."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def one_of(kind: str, known: Iterable[str]) -> Callable[[str], str]:
+    """A name among `known`; the nearest right one is told for another."""
+    names = list(known)
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(
+                f"unknown {kind} {text!r}; {did_you_mean(text, names)}"
+            )
+        return text
+
+    return parse
+
+
+collective = one_of("collective", _core.collectives)
+op = one_of("op", _core.ops)
+dtype = one_of("dtype", ITEM_SIZES)
+
+
+def algorithm(text: str) -> str:
+    """Checks the name of an algorithm or composition, once all --import are done."""
+    if text != "auto":
+        known_algorithm(text, [*(a.name for a in algorithms()), "auto"])
+    return text
+
+
+def nodes_list(text: str) -> list[int]:
+    """Node of each rank: 0,0,1,1."""
+    parts = text.split(",")
+    if not all(p.strip().isdecimal() for p in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list with the node of each rank, such as 0,0,1,1"
+        )
+    return [int(p) for p in parts]
+
+
+def import_algorithms(names: Iterable[str]) -> None:
+    """Imports modules, or files that end in .py, that register algorithms."""
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                path = Path(name)
+                spec = importlib.util.spec_from_file_location(path.stem, path)
+                if spec is None or spec.loader is None or not path.is_file():
+                    raise ConfigError(f"--import {name}: there is no such file")
+                module = importlib.util.module_from_spec(spec)
+                sys.modules.setdefault(path.stem, module)
+                spec.loader.exec_module(module)
+            else:
+                if "" not in sys.path:
+                    sys.path.insert(0, "")
+                importlib.import_module(name)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"--import {name}: it does not load ({words})") from error
+
+
+@contextmanager
+def on_every_rank() -> Iterator[None]:
+    """Errors inside are equal on all ranks, so that one of them tells is enough."""
+    try:
+        yield
+    except (CollectiveError, ValueError) as error:
+        error.everywhere = True  # type: ignore[attr-defined]
+        raise
+
+
+def in_words(
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Makes errors of the user, and of a run, a message and status 2. COLLECTIVES_DEBUG=trace shows
+    where they came from.
+    """
+
+    @functools.wraps(run)
+    def wrapped(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except BrokenPipeError:
+            raise
+        except (CollectiveError, ValueError, OSError) as error:
+            if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
+                raise
+            rank = rank_hint()
+            if rank == 0 or not getattr(error, "everywhere", False):
+                where = f" (rank {rank})" if rank else ""
+                name = run.__module__.rpartition(".")[2]
+                print(f"python -m collectives {name}{where}: {error}", file=sys.stderr)
+            return USAGE
+
+    return wrapped

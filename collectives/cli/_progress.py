@@ -1,0 +1,46 @@
+"""A progress bar on standard error, for what takes longer than two seconds on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+_AFTER = 2.0  # seconds without a bar
+_EVERY = 0.1  # seconds between two looks
+_WIDTH = 24
+
+
+class Progress:
+    """Counts steps. Shows nothing if standard error is no terminal, or if `shown` is False."""
+
+    def __init__(self, total: int, *, shown: bool = True, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._total = max(1, total)
+        self._done = 0
+        self._start = time.monotonic()
+        self._next = self._start + _AFTER
+        self._visible = False
+        self._shown = shown and self._stream.isatty()
+
+    def step(self, what: str = "") -> None:
+        """One step is done; `what` comes next."""
+        self._done += 1
+        now = time.monotonic()
+        if not self._shown or now < self._next:
+            return
+        self._next = now + _EVERY
+        share = min(1.0, self._done / self._total)
+        left = (now - self._start) * (1 - share) / share if share else 0.0
+        bar = "█" * int(share * _WIDTH)
+        text = f"\r{bar:·<{_WIDTH}} {share:4.0%}  {left:.0f} s left  {what}"
+        self._stream.write(text[:79].ljust(79))
+        self._stream.flush()
+        self._visible = True
+
+    def clear(self) -> None:
+        """Takes the bar away, so that a line can be printed in its place."""
+        if self._visible:
+            self._stream.write("\r" + " " * 79 + "\r")
+            self._stream.flush()
+            self._visible = False

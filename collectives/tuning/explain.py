@@ -1,0 +1,207 @@
+"""Why an algorithm runs for a call, what else could, and what each is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..config import format_size
+from ..errors import UnsupportedError
+from ..schedule import algorithms, schedule, why_unsupported
+from . import ANY_SIZE, Tuner, model
+
+
+class Candidate(NamedTuple):
+    """An algorithm that could serve a call; times in seconds, None where not known.
+
+    sent is the most that a rank sends, between the most that a node sends to others, in bytes.
+    """
+
+    algorithm: str
+    predicted: float | None
+    measured: float | None
+    steps: int
+    sent: float
+    between: float
+
+
+def candidates(
+    collective: str,
+    nbytes: int,
+    nodes: Sequence[int],
+    transport: str,
+    *,
+    tuner: Tuner,
+    root: int = 0,
+    cores: int | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> list[Candidate]:
+    """All algorithms that can serve the call, the fastest first: as measured, else as predicted."""
+    n = len(nodes)
+    names = [a.name for a in algorithms()]
+    names += [c.algorithm for c in tuner.table(collective) if c.algorithm not in names]
+    found = []
+    node = list(nodes) if len(set(nodes)) > 1 else []
+    for name in names:
+        if why_unsupported(name, collective, n, root=root, node=node):
+            continue
+        cost = schedule(name, collective, n, root=root, node=node).cost()
+        predicted = model.predict(
+            name, collective, nbytes, nodes, transport, root=root, cores=cores
+        )
+        found.append(
+            Candidate(
+                name,
+                predicted,
+                (measured or {}).get(name),
+                int(cost["steps"]),
+                cost["sent_max"] * nbytes,
+                cost["internode_sent_max"] * nbytes,
+            )
+        )
+    unknown = float("inf")
+    return sorted(
+        found,
+        key=lambda c: (
+            c.measured if c.measured is not None else unknown,
+            c.predicted if c.predicted is not None else unknown,
+        ),
+    )
+
+
+def explain(
+    collective: str,
+    nbytes: int,
+    nodes: Sequence[int],
+    *,
+    one_region: bool,
+    tuner: Tuner,
+    transport: str | None = None,
+    cores: int | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> str:
+    """What would run for a call of `nbytes`, why, and what it and the others are expected to take.
+
+    nodes       node of each rank
+    one_region  True if all ranks share memory
+    tuner       what chooses
+    transport   "threads", "shm", "mpi" or "shm+mpi"; found from `nodes` and `one_region` otherwise
+    cores       that the ranks of a node share; None: each has one of its own
+    measured    seconds by algorithm, to be shown beside
+    """
+    n = len(nodes)
+    if collective == "barrier":
+        nbytes = 0
+    if transport is None:
+        alone = len(set(nodes)) == n
+        transport = "shm" if one_region else "mpi" if alone else "shm+mpi"
+    choice = tuner.choose(collective, nbytes)
+    lines = [f"{collective} of {_size(nbytes)}, {_ranks(nodes)}, over {transport}", ""]
+    if n == 1:
+        return "\n".join([*lines, "One rank: nothing is sent."])
+    found = candidates(
+        collective, nbytes, nodes, transport, tuner=tuner, cores=cores, measured=measured
+    )
+    mine = next((c for c in found if c.algorithm == choice), None)
+    if mine is None:
+        raise UnsupportedError(f"{choice} cannot do {collective} with these {n} ranks")
+    about = {a.name: a for a in algorithms()}
+    info = about.get(choice.partition("(")[0])
+    lines.append(f"runs     {choice}")
+    lines.append(f"why      {tuner.reason(collective, nbytes)}")
+    if info is not None:
+        lines.append(f"how      {info.summary}")
+    lines.append(f"costs    {_cost(mine)}")
+    lines.append(f"by size  {_table(tuner, collective)}")
+    lines += ["", *_ranking(found, choice, measured is not None)]
+    fastest = found[0]
+    known = fastest.measured if measured else fastest.predicted
+    own = mine.measured if measured else mine.predicted
+    if fastest.algorithm != choice and known and own and own > 1.1 * known:
+        word = "was measured" if measured else "is predicted"
+        lines += [
+            "",
+            f"{fastest.algorithm} {word} {own / known:.1f}x faster here; to force it:",
+            f"COLLECTIVES_ALGORITHM='{collective}:{fastest.algorithm}', or algorithm= in the call.",
+        ]
+    return "\n".join(lines)
+
+
+def _ranking(found: Sequence[Candidate], choice: str, with_measured: bool) -> list[str]:
+    between = any(c.between for c in found)
+    titles = ["algorithm", "predicted", "measured", "steps", "sent per rank", "between nodes"]
+    shown = [True, True, with_measured, True, True, between]
+    rows = [titles]
+    for c in found:
+        rows.append(
+            [
+                c.algorithm,
+                _time(c.predicted),
+                _time(c.measured),
+                str(c.steps),
+                _amount(c.sent),
+                _amount(c.between),
+            ]
+        )
+    rows = [[cell for cell, use in zip(row, shown, strict=True) if use] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first = f"{row[0]:{widths[0]}}"
+        rest = "".join(f"  {cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))
+        lines.append(f"{'>' if row[0] == choice else ' '} {first}{rest}")
+    return lines
+
+
+def _cost(c: Candidate) -> str:
+    words = f"{c.steps} step{'s' * (c.steps != 1)}, {_amount(c.sent)} sent by a rank"
+    if c.between:
+        words += f", {_amount(c.between)} by a node to others"
+    if c.predicted is not None:
+        words += f"; {_time(c.predicted)} predicted"
+    return words
+
+
+def _table(tuner: Tuner, collective: str) -> str:
+    table = tuner.table(collective)
+    if len(table) == 1:
+        return f"{table[0].algorithm} at every size"
+    parts = []
+    for choice in table:
+        if choice.limit >= ANY_SIZE:
+            parts.append(f"{choice.algorithm} above")
+        else:
+            parts.append(f"{choice.algorithm} up to {_size(choice.limit)}")
+    return ", ".join(parts)
+
+
+def _ranks(nodes: Sequence[int]) -> str:
+    counts = [list(nodes).count(node) for node in dict.fromkeys(nodes)]
+    words = f"{len(nodes)} rank{'s' * (len(nodes) != 1)} on {len(counts)} node"
+    if len(counts) > 1:
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
+        words += f"s ({each})"
+    return words
+
+
+def _size(nbytes: int) -> str:
+    text = format_size(nbytes)
+    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
+
+
+def _amount(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if nbytes >= 100 or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
+        value = seconds * factor
+        if value < 1000 or unit == "s":
+            break
+    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"

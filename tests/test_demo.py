@@ -1,0 +1,59 @@
+"""The examples: digits trains as one process does on any number of ranks, and the others run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run(script: str, ranks: int, seconds: float = 90) -> subprocess.CompletedProcess[str]:
+    """An example on `ranks` ranks."""
+    launcher = ["-m", "collectives", "run", "-n", str(ranks)] if ranks > 1 else []
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    return subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_digits(ranks):
+    pytest.importorskip("sklearn")
+    done = run("digits.py", ranks)
+    assert done.returncode == 0, done.stdout
+    found = re.search(r"test accuracy ([\d.]+)%", done.stdout)
+    losses = re.search(r"loss ([\d.]+), of one process ([\d.]+)", done.stdout)
+    assert found and float(found[1]) >= 97
+    assert losses and float(losses[1]) == pytest.approx(float(losses[2]), abs=1e-6)
+    assert float(losses[1]) > 0
+
+
+def test_digits_fails_when_the_gradient_is_wrong(tmp_path):
+    """Takes the sum away: then the ranks train alone, and the example must say so."""
+    pytest.importorskip("sklearn")
+    text = (EXAMPLES / "digits.py").read_text()
+    broken = text.replace("comm.all_reduce, title", "lambda x: x, title")
+    assert broken != text
+    script = tmp_path / "digits.py"
+    script.write_text(broken)
+    done = run(str(script), 2)
+    assert done.returncode == 1, done.stdout
+    assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("script", ["first_steps.py", "my_algorithm.py"])
+def test_example(script, ranks):
+    done = run(script, ranks)
+    assert done.returncode == 0, done.stdout

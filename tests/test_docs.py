@@ -1,0 +1,247 @@
+"""The documentation: its code runs, and what is generated is up to date.
+
+Python blocks of README.md and docs/ run as they stand, each in a process of its own. Comments say
+what they need:
+
+    <!-- ranks: 4 -->     the next block runs on 4 ranks
+    <!-- continue -->     the next block goes on where the one before ended
+    <!-- no test -->      the next block does not run
+
+Commands in indented blocks that begin with `python -m collectives` run as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from collectives.config import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"((?:^<!-- [^>]* -->\n)*)^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^    (python -m collectives .*?)(?: {2,}.*)?$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """Python code of a page, together with all that it continues."""
+
+    page: str
+    line: int
+    code: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> list[Block]:
+    found: list[Block] = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in _BLOCK.finditer(text):
+            comments, code = match.groups()
+            if "<!-- no test -->" in comments:
+                continue
+            ranks = re.search(r"<!-- ranks: (\d+) -->", comments)
+            line = text.count("\n", 0, match.start(2)) + 1
+            block = Block(page.name, line, code, int(ranks[1]) if ranks else 1)
+            if "<!-- continue -->" in comments:
+                before = found.pop()
+                block = before._replace(code=before.code + code)
+            found.append(block)
+    return found
+
+
+def commands() -> list[str]:
+    """Every command of the pages, once, without those that are only patterns."""
+    found = [c for page in PAGES for c in _COMMAND.findall(page.read_text(encoding="utf-8"))]
+    return sorted({command.strip() for command in found})
+
+
+def start(command: list[str], folder: Path, seconds: float = 60) -> str:
+    """Runs a command in `folder`; returns its output, and fails if it does."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    environment.update(MPLBACKEND="Agg", PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def load(path: Path):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_is_code_to_run():
+    pages = {block.page for block in blocks()}
+    assert {"README.md", "quick-start.md", "writing-an-algorithm.md", "reliability.md"} <= pages
+
+
+@pytest.mark.parametrize("block", blocks(), ids=str)
+def test_python_block(block, tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(block.code, encoding="utf-8")
+    launcher = ["-m", "collectives", "run", "-n", str(block.ranks)] if block.ranks > 1 else []
+    start([sys.executable, *launcher, str(script)], tmp_path)
+
+
+# Options that make a measuring command short enough for a test.
+SHORT = {
+    "bench": ["-e", "1K", "--seconds", "0.01"],
+    "compare": ["-e", "4K", "-f", "1024", "--seconds", "0.01"],
+}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command, tmp_path):
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "collectives"], command
+    program = next((w for w in words if w.endswith(".py")), None)
+    if program is not None:
+        source = ROOT / program
+        if not source.exists():  # the page's own example, which it tells to save under this name
+            source = tmp_path / program
+            source.write_text("import collectives as cc\ncc.init().close()\n", encoding="utf-8")
+        words[words.index(program)] = str(source)
+    start([sys.executable, *words[1:], *SHORT.get(words[3], [])], tmp_path)
+
+
+def test_algorithms_page_is_up_to_date():
+    generator = load(ROOT / "docs" / "generate_algorithms.py")
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert page == generator.page(), "run python docs/generate_algorithms.py"
+
+
+def test_figures_are_up_to_date(capsys):
+    status = load(ROOT / "bench" / "table.py").main(["--check"])
+    assert status == 0, capsys.readouterr().out
+
+
+def test_every_variable_is_in_the_api_page():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert [v.name for v in VARIABLES if f"`{v.name}`" not in text] == []
+
+
+def test_links_lead_somewhere():
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(
+            r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        ):
+            if "://" in target or target.startswith("#"):
+                continue
+            path, _, anchor = target.partition("#")
+            file = page.parent / path
+            if not file.exists():
+                missing.append(f"{page.name}: {target}")
+            elif anchor and not has_anchor(file, anchor):
+                missing.append(f"{page.name}: {target}, no such anchor")
+    assert missing == []
+
+
+def has_anchor(page: Path, anchor: str) -> bool:
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w]+", "-", title.lower()).strip("-") for title in titles}
+    return anchor in slugs or f'id="{anchor}"' in text
+
+
+def test_readme_shows_the_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"^    make demo\n    make test$", text, re.MULTILINE)
+
+
+def row(**fields):
+    usual = {
+        "collective": "all_reduce",
+        "algorithm": "ring",
+        "bytes": 4096,
+        "count": 1024,
+        "dtype": "float32",
+        "op": "sum",
+        "ranks": 2,
+        "nodes": 1,
+        "transport": "shm",
+        "device": "cpu",
+        "mode": "host",
+        "symmetric": False,
+        "in_place": True,
+        "time_us": 1.5,
+        "p99_us": 2.5,
+        "algbw_gbs": 2.73,
+        "busbw_gbs": 2.73,
+        "wrong": 0,
+        "predicted_us": None,
+        "peers": [{"name": "mpi", "version": "Open MPI v5.0.1", "time_us": 4.5, "ratio": 3.0}],
+    }
+    return {**usual, **fields}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A function that writes a run, and the script that makes tables."""
+    import json
+
+    script = load(ROOT / "bench" / "table.py")
+
+    def write(name, rows, command="python -m collectives bench"):
+        header = {
+            "machine": {
+                "cpu": "CPU",
+                "cores": 2,
+                "exchange_ns": 57.0,
+                "huge_pages": {"ordinary": "always", "shared": "never"},
+            },
+            "versions": {"python": "3.11", "numpy": "2"},
+            "commit": "abc",
+            "command": command,
+            "date": "2000-01-01T00:00:00+00:00",
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
+        return script.load(tmp_path)
+
+    return script, write
+
+
+def test_tables_of_results(results):
+    script, write = results
+    gloo = {"name": "gloo", "version": "torch 2.1.0+cpu", "time_us": 30.0, "ratio": 20.0}
+    write("one", [row(), row(bytes=4 << 20, time_us=1234.0, peers=[gloo])])
+    runs = write("two", [row(symmetric=True, time_us=0.5)])
+    runs = write("forced", [row(time_us=99.0)], "python -m collectives bench --algorithm=ring")
+    text = "\n".join(script.summary(runs))
+    assert "Open MPI 5.0.1 ÷ ours, any array" in text and "Gloo of torch 2.1.0 ÷ ours" in text
+    assert "| 4 KiB | 1.50 |  | 3.0 | 0.50 | 3.0 |" in text
+    assert "| 4 MiB | 1,234 | 20.0 |  |  |  |" in text
+    assert "99" not in text and "exchange 57 ns" in text
+    everything = "\n".join(script.everything(runs))
+    assert "| 4 KiB | ring | 99.0 | 2.50 | 2.73 |  | 4.50 | 3.00 |" in everything
+
+
+def test_wrong_results_are_refused(results):
+    _, write = results
+    write("barrier", [row(collective="barrier", wrong=None)])
+    with pytest.raises(ValueError, match=r"bad\.json: all_reduce of 4096 bytes"):
+        write("bad", [row(wrong=3)])

@@ -1,0 +1,68 @@
+"""Ranks that are processes: shared memory, Open MPI and MPICH, and shared memory with MPI between
+nodes; every registered algorithm, parts of communicators, and mpi4py's own results beside ours.
+
+Each launch runs a large batch of checks (workers/battery.py), since starting takes long.
+"""
+
+from __future__ import annotations
+
+import re
+
+import launch
+import pytest
+
+MPIS = [pytest.param(name, marks=pytest.mark.mpi) for name in ("openmpi", "mpich")]
+
+
+def battery(n: int, *arguments: object, transport: str, least: int, **how: object) -> None:
+    """Runs the battery; at least `least` cases must have been checked, over `transport`."""
+    result = launch.run(n, "battery.py", *arguments, timeout=110, **how).expect(status=0)
+    line = re.search(r"^checked (\d+) cases over (\S+)$", result.output, re.MULTILINE)
+    assert line, result
+    assert line[2] == transport, result
+    assert int(line[1]) >= least, result
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_shared_memory(n):
+    large = "8193,33000,262145" if n < 4 else "8193,33000"
+    battery(n, "--large", large, transport="shm", least=400)
+
+
+def test_shared_memory_from_the_queue():
+    battery(3, "--how", "async", "--counts", "1,300,9000", transport="shm", least=150)
+
+
+def test_nodes_of_processes():
+    """More than one node by COLLECTIVES_NODE, with shared memory between all."""
+    counts = ("--counts", "1,300,9000")
+    battery(5, *counts, options=("--nodes", "2"), transport="shm", least=150)
+
+
+@pytest.mark.parametrize("launcher", MPIS)
+def test_under_mpirun(launcher):
+    """The ranks of one host share memory, whoever started them."""
+    arguments = ("--counts", "1,300,9000", "--parts", "--mpi4py")
+    battery(4, *arguments, launcher=launcher, transport="shm", least=400)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("launcher", MPIS)
+def test_all_data_through_mpi(launcher, n):
+    arguments = ("--counts", "0,1,17,289,4099", "--large", "150000", "--parts", "--mpi4py")
+    env = {"COLLECTIVES_TRANSPORT": "mpi"}
+    battery(n, *arguments, launcher=launcher, env=env, transport="mpi", least=400)
+
+
+@pytest.mark.parametrize("nodes", ["0,0,1", "0,1,0,1"])
+@pytest.mark.parametrize("launcher", MPIS)
+def test_shared_memory_within_nodes_and_mpi_between(launcher, nodes):
+    arguments = ("--nodes", nodes, "--counts", "0,1,17,289,4099", "--large", "150000", "--parts")
+    n = len(nodes.split(","))
+    battery(n, *arguments, launcher=launcher, transport="shm+mpi", least=300)
+
+
+@pytest.mark.parametrize("launcher", MPIS)
+def test_the_queue_over_mpi(launcher):
+    arguments = ("--nodes", "0,0,1", "--how", "async", "--counts", "1,300,9000")
+    battery(3, *arguments, launcher=launcher, transport="shm+mpi", least=150)
