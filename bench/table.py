@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = {ROOT / "README.md": "summary", ROOT / "docs" / "benchmarks.md": "all"}
-NONE = "No results yet: `make bench BENCH_ARGS='--json bench/results/NAME.json'`, then `python bench/table.py`."
+HOW = "make bench BENCH_ARGS='--peer mpi --json bench/results/NAME.json'"
+NONE = f"No results yet: `{HOW}`, then `python bench/table.py`."
 
 
 class Run(NamedTuple):
@@ -41,7 +42,7 @@ class Run(NamedTuple):
 
 
 def load(folder: Path) -> list[Run]:
-    """The runs of a folder. Raises ValueError for a run with wrong results, or that checked none."""
+    """The runs of a folder. Raises ValueError for wrong results, or those that were not checked."""
     runs = []
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
@@ -85,13 +86,12 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def machine(header: dict[str, Any]) -> str:
     """What a run depended on, in a line."""
-    of = header["machine"]
-    exchange = of["exchange_ns"]
+    of, versions = header["machine"], header["versions"]
+    exchange, pages = of["exchange_ns"], of["huge_pages"]
     near = f", cache line exchange {exchange:.0f} ns" if exchange else ""
-    versions = header["versions"]
     return (
-        f"{of['cpu']}, {of['cores']} cores{near}; huge pages: {of['huge_pages']['ordinary']}, shared "
-        f"{of['huge_pages']['shared']}; Python {versions['python']}, numpy {versions['numpy']}; "
+        f"{of['cpu']}, {of['cores']} cores{near}; huge pages: {pages['ordinary']}, in shared "
+        f"memory: {pages['shared']}; Python {versions['python']}, numpy {versions['numpy']}; "
         f"commit {header['commit']}, {header['date'][:10]}"
     )
 
@@ -154,7 +154,14 @@ def everything(runs: list[Run]) -> list[str]:
             what += [f"{nodes} nodes"] * (nodes > 1) + [dtype] + [op] * (op != "none")
             what += ["symmetric"] * symmetric + ["in place" if in_place else "out of place"]
             names = list(dict.fromkeys(label(p) for row in rows for p in row["peers"]))
-            head = ["size", "algorithm", "median (µs)", "p99 (µs)", "busbw (GB/s)", "predicted (µs)"]
+            head = [
+                "size",
+                "algorithm",
+                "median (µs)",
+                "p99 (µs)",
+                "busbw (GB/s)",
+                "predicted (µs)",
+            ]
             for name in names:
                 head += [f"{name} (µs)", "÷ ours"]
             body = []

@@ -143,7 +143,7 @@ class Communicator:
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
         self._tuning = host_tuning(len(together))
 
-        region, failure = self._share_region(together, threads) if len(together) > 1 else (None, "")
+        region, failure = self._share_region(together, threads)
         failures = bootstrap.all_gather(failure.encode())
         if any(failures):
             words = "; ".join(f"rank {r}: {f.decode()}" for r, f in enumerate(failures) if f)
@@ -202,7 +202,7 @@ class Communicator:
         sizes = region_sizes(len(together))._asdict()
         leader = self.rank == together[0]
         region, failure, handle = None, "", ""
-        if leader:
+        if leader and len(together) > 1:
             try:
                 region = _core.make_region(not threads, len(together), **sizes)
                 if threads:

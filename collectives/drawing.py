@@ -29,7 +29,7 @@ _SHOWN_ROUNDS = 40
 _LISTED_ROUNDS = 12
 _SVG_RANKS = 32
 _SVG_ROUNDS = 64
-_SVG_LABELS = 64  # arrows in a round that still have room for a label
+_SVG_LABELS = 24  # arrows in a round whose labels have room
 
 
 class Message(NamedTuple):
@@ -185,10 +185,217 @@ def _list(number: int, found: Sequence[Message]) -> list[str]:
 
 # ---- SVG -----------------------------------------------------------------------------------------
 
+_LANE = 46  # pixels between two lanes
+_COLUMN = 120  # of a round
+_LEFT = 78  # for the names of ranks
+_NODE_LEFT = 28  # for the names of nodes, where there are several
+_TOP = 76  # for the title and the numbers of rounds
+_GAP = 12  # between a round's border and its arrows
+_APART = 3.5  # between the lines of one message
+_LINES = 2  # of a message, one a chunk; more chunks share one thick line
+_SWATCHES = 12  # in the legend
+
+# Told apart with any kind of colour vision, and on white (after Okabe and Ito).
+_PALETTE = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#b8579b",
+    "#b98300",
+    "#3a9bd9",
+    "#6a4c93",
+    "#7a5c3e",
+)
+
+_STYLE = """\
+text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+       fill: #24292f; font-size: 13px }
+.title { font-size: 15px; font-weight: 600 }
+.quiet { fill: #6e7781; font-size: 12px }
+.chunk { font-size: 11px; font-weight: 600; paint-order: stroke; stroke: #fff; stroke-width: 4px;
+         stroke-linejoin: round; text-anchor: middle }
+.lane { stroke: #d0d7de; stroke-width: 1.5 }
+.border { stroke: #eaeef2; stroke-width: 1 }
+.node { fill: #f6f8fa }
+.arrow { fill: none; stroke-linecap: round }
+"""
+
+
+def _colour(chunk: int, nchunks: int) -> str:
+    if nchunks <= len(_PALETTE):
+        return _PALETTE[chunk]
+    # Neighbours a golden angle apart, so that they differ; two shades, so that hues may repeat.
+    hue = (chunk * 0.381966 + 0.57) % 1.0
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.36 + 0.12 * (chunk % 2), 0.62)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
 
 def _svg(schedule: Schedule) -> str:
-    raise NotImplementedError
+    n = min(schedule.nranks, _SVG_RANKS)
+    rounds = [messages(transfers) for transfers in schedule.rounds]
+    shown = rounds[:_SVG_ROUNDS]
+    nodes = list(schedule._core.node) or [0] * schedule.nranks
+    # Lanes of one node lie side by side.
+    order = sorted(range(schedule.nranks), key=lambda r: (nodes.index(nodes[r]), r))[:n]
+    lane = {rank: _TOP + 24 + i * _LANE for i, rank in enumerate(order)}
+    bottom = _TOP + 24 + (n - 1) * _LANE + 24
+    left = _LEFT + (_NODE_LEFT if len(set(nodes)) > 1 else 0)
+    right = left + max(1, len(shown)) * _COLUMN
+    legend = _svg_legend(schedule, bottom + 26)
+    title = _title(schedule)
+    width = max(right + 24, 24 + 9.8 * len(title), 560)
+    height = bottom + 26 + 22 * len(legend) - 4
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="#fff"/>',
+        f'<text class="title" x="20" y="30">{escape(title)}</text>',
+    ]
+    parts += _svg_lanes(order, nodes, lane, (left, right))
+    for i in range(len(shown)):
+        x = left + i * _COLUMN
+        middle = x + _COLUMN / 2
+        parts.append(
+            f'<text class="quiet" x="{middle:g}" y="{_TOP - 8}" text-anchor="middle">'
+            f"round {i}</text>"
+        )
+        parts.append(f'<line class="border" x1="{x}" y1="{_TOP}" x2="{x}" y2="{bottom}"/>')
+    parts.append(f'<line class="border" x1="{right}" y1="{_TOP}" x2="{right}" y2="{bottom}"/>')
+    for i, found in enumerate(shown):
+        visible = [m for m in found if m.src in lane and m.dst in lane]
+        parts += _svg_round(i, left + i * _COLUMN, visible, lane, schedule.nchunks)
+    parts += [line for row in legend for line in row]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _svg_lanes(
+    order: Sequence[int], nodes: Sequence[int], lane: dict[int, int], span: tuple[int, int]
+) -> list[str]:
+    parts = []
+    left, right = span
+    several = len(set(nodes)) > 1
+    for node in dict.fromkeys(nodes[r] for r in order):
+        ys = [lane[r] for r in order if nodes[r] == node]
+        if several:
+            parts.append(
+                f'<rect class="node" x="12" y="{min(ys) - 20}" width="{right - 4}" '
+                f'height="{max(ys) - min(ys) + 40}" rx="6"/>'
+            )
+            middle = (min(ys) + max(ys)) / 2
+            parts.append(
+                f'<text class="quiet" text-anchor="middle" '
+                f'transform="translate(30 {middle:g}) rotate(-90)">node {node}</text>'
+            )
+    for rank in order:
+        y = lane[rank]
+        parts.append(f'<line class="lane" x1="{left}" y1="{y}" x2="{right}" y2="{y}"/>')
+        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">rank {rank}</text>')
+    return parts
+
+
+def _svg_round(
+    number: int, left: int, found: Sequence[Message], lane: dict[int, int], nchunks: int
+) -> list[str]:
+    labelled = len(found) <= _SVG_LABELS
+    lines, labels = [], []
+    for m in found:
+        x1, x2 = left + _GAP, left + _COLUMN - _GAP
+        y1, y2 = lane[m.src], lane[m.dst]
+        length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
+        ex, ey = (x2 - x1) / length, (y2 - y1) / length
+        chunks = [(c, True) for c in m.combined] + [(c, False) for c in m.stored]
+        thick = len(chunks) > _LINES
+        drawn = [chunks[0]] if thick else chunks
+        lines.append(
+            f"<g><title>round {number}: rank {m.src} to rank {m.dst}, chunks {escape(m.label)}</title>"
+        )
+        for k, (chunk, combined) in enumerate(drawn):
+            shift = (k - (len(drawn) - 1) / 2) * _APART
+            sx, sy = -ey * shift, ex * shift
+            colour = _colour(chunk, nchunks)
+            dash = "" if combined else ' stroke-dasharray="5 4"'
+            tip = 9 if thick else 8
+            lines.append(
+                f'<path class="arrow" stroke="{colour}" stroke-width="{3 if thick else 1.8}"{dash} '
+                f'd="M{x1 + sx:.1f} {y1 + sy:.1f} '
+                f'L{x2 + sx - ex * tip:.1f} {y2 + sy - ey * tip:.1f}"/>'
+            )
+            lines.append(_head(x2 + sx, y2 + sy, (ex, ey), colour, combined))
+        start = _colour(drawn[0][0], nchunks)
+        lines.append(f'<circle cx="{x1}" cy="{y1}" r="2.5" fill="{start}"/>')
+        lines.append("</g>")
+        # Labels of arrows that go up sit further along than of those that go down: they cross.
+        along = 0.27 if y2 > y1 else 0.4
+        x, y = x1 + (x2 - x1) * along, y1 + (y2 - y1) * along
+        if labelled:
+            labels.append(
+                f'<text class="chunk" x="{x:.1f}" y="{y + 4:.1f}" style="fill:{start}">'
+                f"{escape(m.label)}</text>"
+            )
+    return lines + labels
+
+
+def _head(x: float, y: float, along: tuple[float, float], colour: str, filled: bool) -> str:
+    """An arrow head: filled where the chunk is combined, open where it is stored."""
+    ex, ey = along
+    a = f"{x - ex * 9 - ey * 4:.1f},{y - ey * 9 + ex * 4:.1f}"
+    b = f"{x - ex * 9 + ey * 4:.1f},{y - ey * 9 - ex * 4:.1f}"
+    fill = colour if filled else "#fff"
+    return (
+        f'<polygon points="{a} {x:.1f},{y:.1f} {b}" fill="{fill}" stroke="{colour}" '
+        'stroke-width="1.4" stroke-linejoin="round"/>'
+    )
+
+
+def _svg_legend(schedule: Schedule, y: float) -> list[list[str]]:
+    """Rows of the legend, from `y` on."""
+    rows: list[list[str]] = []
+    reduces = any(t.reduce for transfers in schedule.rounds for t in transfers)
+    stores = any(not t.reduce for transfers in schedule.rounds for t in transfers)
+    kinds = []
+    if schedule.collective == "barrier":
+        kinds.append((True, "tells who has come"))
+    elif reduces:
+        kinds.append((True, "combined with what the receiver holds (2+)"))
+    if stores:
+        kinds.append((False, "stored by the receiver (2)"))
+    row, x = [], 20.0
+    for filled, words in kinds:
+        dash = "" if filled else ' stroke-dasharray="5 4"'
+        row.append(
+            f'<path class="arrow" stroke="#57606a" stroke-width="1.8"{dash} '
+            f'd="M{x} {y - 4} L{x + 26} {y - 4}"/>'
+        )
+        row.append(_head(x + 36, y - 4, (1.0, 0.0), "#57606a", filled))
+        row.append(f'<text class="quiet" x="{x + 44}" y="{y}">{words}</text>')
+        x += 58 + 6.6 * len(words)
+    if row:
+        rows.append(row)
+    count = schedule.nchunks
+    if count > 1:
+        row, x = [f'<text class="quiet" x="20" y="{y + 22}">chunk</text>'], 66.0
+        for chunk in range(min(count, _SWATCHES)):
+            row.append(
+                f'<rect x="{x}" y="{y + 13}" width="10" height="10" rx="2" '
+                f'fill="{_colour(chunk, count)}"/>'
+            )
+            row.append(f'<text class="quiet" x="{x + 14}" y="{y + 22}">{chunk}</text>')
+            x += 36
+        if count > _SWATCHES:
+            row.append(f'<text class="quiet" x="{x}" y="{y + 22}">… {count - 1}</text>')
+        rows.append(row)
+    hidden = []
+    if schedule.nranks > _SVG_RANKS:
+        hidden.append(f"{schedule.nranks - _SVG_RANKS} more ranks")
+    if len(schedule.rounds) > _SVG_ROUNDS:
+        hidden.append(f"{len(schedule.rounds) - _SVG_ROUNDS} more rounds")
+    if hidden:
+        at = y + 22 * len(rows)
+        words = " and ".join(hidden)
+        rows.append([f'<text class="quiet" x="20" y="{at}">{words} are not shown</text>'])
+    return rows
 
 
 __all__ = ["FORMATS", "Message", "draw", "messages", "ranges"]
-_ = (colorsys, escape)

@@ -13,6 +13,7 @@
 #include "errors.hpp"
 #include "mpi.hpp"
 #include "plan.hpp"
+#include "python_calls.hpp"
 #include "reduce.hpp"
 #include "schedule.hpp"
 #include "transport_mpi.hpp"
@@ -27,266 +28,20 @@ using namespace collectives;
 
 namespace {
 
-// ---- errors
-// ------------------------------------------------------------------------------------------------------------
-
-const char* python_class(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::mismatch:
-      return "MismatchError";
-    case ErrorKind::deadline:
-      return "DeadlineError";
-    case ErrorKind::peer_died:
-      return "PeerDiedError";
-    case ErrorKind::aborted:
-      return "AbortedError";
-    case ErrorKind::closed:
-      return "ClosedError";
-    case ErrorKind::unsupported:
-      return "UnsupportedError";
-    case ErrorKind::invalid:
-    case ErrorKind::system:
-      break;
-  }
-  return "CollectiveError";
-}
-
-void set_python_error(const char* name, const char* text) {
-  const py::object type = py::module_::import("collectives.errors").attr(name);
-  PyErr_SetString(type.ptr(), text);
-}
-
-// Turns the exception in flight into Python's.
-void translate() {
-  try {
-    throw;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const Error& error) {
-    set_python_error(python_class(error.kind()), error.what());
-  } catch (const ScheduleError& error) {
-    set_python_error("ScheduleError", error.what());
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-}
-
-// ---- the GIL during waits
-// ----------------------------------------------------------------------------------------------
-
-void* give_up_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
-void take_back_gil(void* state) {
-  if (state != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-}
-// Ctrl-C and other signals end a wait: their handler's exception is thrown through the engine.
-void look_at_signals(void*& state) {
-  if (state == nullptr) return;
-  PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-  state = nullptr;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  state = PyEval_SaveThread();
-}
-
 // ---- calls
 // -------------------------------------------------------------------------------------------------------------
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
-// Data above this are moved without the GIL: the time to give it up (about 0.1 us) no longer shows.
-constexpr std::size_t kHoldGilBelow = 32 << 10;
-
-struct Caller {
-  CommunicatorPtr comm;
-  // all_reduce(x) with defaults: which algorithm serves up to how many bytes.
-  std::vector<std::pair<std::uint64_t, int>> all_reduce_choice;
-};
-
-Caller& caller_of(PyObject* self) {
-  return *static_cast<Caller*>(PyCapsule_GetPointer(self, "collectives.caller"));
-}
-
-void run_call(Caller& caller, const Call& call, const Communicator::Options& options,
-              std::size_t bytes) {
-  if (bytes < kHoldGilBelow && !caller.comm->config().threads) {
-    caller.comm->run(call, options);
-  } else {
-    py::gil_scoped_release release;
-    caller.comm->run(call, options);
-  }
-}
-
-// The dtype of a struct-module format of one native element, or -1.
-int dtype_of_format(const char* format) {
-  if (format == nullptr) return static_cast<int>(Dtype::uint8);
-  if (*format == '@' || *format == '=' || *format == '<') ++format;
-  if (format[0] == 'Z' && format[1] != 0 && format[2] == 0)
-    return format[1] == 'f'   ? static_cast<int>(Dtype::complex64)
-           : format[1] == 'd' ? static_cast<int>(Dtype::complex128)
-                              : -1;
-  if (format[0] == 0 || format[1] != 0) return -1;
-  switch (format[0]) {
-    case 'e':
-      return static_cast<int>(Dtype::float16);
-    case 'f':
-      return static_cast<int>(Dtype::float32);
-    case 'd':
-      return static_cast<int>(Dtype::float64);
-    case 'b':
-      return static_cast<int>(Dtype::int8);
-    case 'h':
-      return static_cast<int>(Dtype::int16);
-    case 'i':
-      return static_cast<int>(Dtype::int32);
-    case 'l':
-    case 'q':
-      return static_cast<int>(Dtype::int64);
-    case 'B':
-      return static_cast<int>(Dtype::uint8);
-    case 'H':
-      return static_cast<int>(Dtype::uint16);
-    case 'I':
-      return static_cast<int>(Dtype::uint32);
-    case 'L':
-    case 'Q':
-      return static_cast<int>(Dtype::uint64);
-    case '?':
-      return static_cast<int>(Dtype::boolean);
-    default:
-      return -1;
-  }
-}
-
-// all_reduce_in_place(x) -> bool: sums x over the ranks with the default algorithm if x is a plain
-// writable contiguous buffer of a native dtype; False (nothing done) for anything else, which the
-// general path then judges.
-PyObject* fast_all_reduce(PyObject* self, PyObject* x) {
-  Caller& caller = caller_of(self);
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(x, &buffer, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-    PyErr_Clear();
-    Py_RETURN_FALSE;
-  }
-  const int dtype = dtype_of_format(buffer.format);
-  if (dtype < 0 || caller.all_reduce_choice.empty() ||
-      size_of(static_cast<Dtype>(dtype)) != static_cast<std::size_t>(buffer.itemsize)) {
-    PyBuffer_Release(&buffer);
-    Py_RETURN_FALSE;
-  }
-  Call call;
-  call.dtype = static_cast<Dtype>(dtype);
-  call.input = static_cast<const std::byte*>(buffer.buf);
-  call.output = static_cast<std::byte*>(buffer.buf);
-  call.count = static_cast<std::uint64_t>(buffer.len / buffer.itemsize);
-  Communicator::Options options;
-  const auto bytes = static_cast<std::uint64_t>(buffer.len);
-  for (const auto& [limit, algorithm] : caller.all_reduce_choice) {
-    options.algorithm = algorithm;
-    if (bytes <= limit) break;
-  }
-  try {
-    run_call(caller, call, options, bytes);
-  } catch (...) {
-    PyBuffer_Release(&buffer);
-    translate();
-    return nullptr;
-  }
-  PyBuffer_Release(&buffer);
-  Py_RETURN_TRUE;
-}
-
-// None -> no blocks; int -> equal blocks; (total,) -> split; [lengths] or ([lengths], [offsets]).
-Blocks to_blocks(PyObject* o, int n) {
-  if (o == Py_None) return Blocks();
-  if (PyLong_Check(o)) return Blocks::equal(PyLong_AsUnsignedLongLong(o));
-  const auto numbers = [](PyObject* list) {
-    std::vector<std::uint64_t> v;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
-      v.push_back(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i)));
-    return v;
-  };
-  if (PyList_Check(o)) return Blocks::table(numbers(o));
-  if (PyTuple_Check(o) && PyTuple_GET_SIZE(o) == 1)
-    return Blocks::split(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(o, 0)), n);
-  return Blocks::table(numbers(PyTuple_GET_ITEM(o, 0)), numbers(PyTuple_GET_ITEM(o, 1)));
-}
-
-// (collective, dtype, op, root, in, out, count, in_blocks, out_blocks, algorithm, order, re, im):
-// numbers throughout.
-bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call,
-                Communicator::Options* options) {
-  if (nargs != 13) {
-    PyErr_Format(PyExc_TypeError, "a call takes 13 arguments, not %zd", nargs);
-    return false;
-  }
-  call->collective = static_cast<Collective>(PyLong_AsLong(args[0]));
-  call->dtype = static_cast<Dtype>(PyLong_AsLong(args[1]));
-  call->op = static_cast<Op>(PyLong_AsLong(args[2]));
-  call->root = static_cast<int>(PyLong_AsLong(args[3]));
-  call->input = reinterpret_cast<const std::byte*>(PyLong_AsUnsignedLongLong(args[4]));
-  call->output = reinterpret_cast<std::byte*>(PyLong_AsUnsignedLongLong(args[5]));
-  call->count = PyLong_AsUnsignedLongLong(args[6]);
-  call->in = to_blocks(args[7], comm.size());
-  call->out = to_blocks(args[8], comm.size());
-  options->algorithm = static_cast<int>(PyLong_AsLong(args[9]));
-  options->order = static_cast<Order>(PyLong_AsLong(args[10]));
-  options->factor[0] = PyFloat_AsDouble(args[11]);
-  options->factor[1] = PyFloat_AsDouble(args[12]);
-  return PyErr_Occurred() == nullptr;
-}
-
-PyObject* fast_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  Caller& caller = caller_of(self);
-  try {
-    Call call;
-    Communicator::Options options;
-    if (!parse_call(args, nargs, *caller.comm, &call, &options)) return nullptr;
-    const std::uint64_t elements =
-        call.count + call.in.total(caller.comm->size()) + call.out.total(caller.comm->size());
-    run_call(caller, call, options, elements * size_of(call.dtype));
-  } catch (...) {
-    translate();
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
-PyObject* fast_submit(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  Caller& caller = caller_of(self);
-  try {
-    Call call;
-    Communicator::Options options;
-    if (!parse_call(args, nargs, *caller.comm, &call, &options)) return nullptr;
-    return py::cast(caller.comm->submit(std::move(call), options)).release().ptr();
-  } catch (...) {
-    translate();
-    return nullptr;
-  }
-}
-
-PyMethodDef caller_methods[] = {
-    {"all_reduce_in_place", fast_all_reduce, METH_O,
-     "Sums a plain buffer in place; False if it is not one."},
-    {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_call)), METH_FASTCALL,
-     "Runs a call."},
-    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_submit)),
-     METH_FASTCALL, "Queues a call."},
-};
-
 py::tuple make_caller(const CommunicatorPtr& comm,
                       const std::vector<std::pair<std::uint64_t, int>>& all_reduce_choice) {
-  const py::capsule capsule(
-      new Caller{comm, all_reduce_choice}, "collectives.caller", [](PyObject* o) {
-        delete static_cast<Caller*>(PyCapsule_GetPointer(o, "collectives.caller"));
-      });
-  py::tuple functions(3);
-  for (int i = 0; i < 3; ++i)
-    functions[i] =
-        py::reinterpret_steal<py::object>(PyCFunction_New(&caller_methods[i], capsule.ptr()));
-  return functions;
+  const auto wrap = [](std::shared_ptr<Work> work) {
+    return py::cast(std::move(work)).release().ptr();
+  };
+  py::list functions;
+  for (PyObject* f : make_call_functions(comm, all_reduce_choice, wrap))
+    functions.append(py::reinterpret_steal<py::object>(f));
+  return py::tuple(functions);
 }
 
 // ---- schedules
@@ -373,15 +128,15 @@ PYBIND11_MODULE(_core, m) {
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
+    } catch (const PythonError&) {
+      set_error_from_exception();
     } catch (const Error&) {
-      translate();
+      set_error_from_exception();
     } catch (const ScheduleError&) {
-      translate();
+      set_error_from_exception();
     }
   });
-  Communicator::on_enter_slow = give_up_gil;
-  Communicator::on_leave_slow = take_back_gil;
-  Communicator::on_tick = look_at_signals;
+  install_wait_hooks();
 
   // Names, in the order of the enumerations: the index is the number that calls take.
   py::list dtypes, ops, names;
@@ -579,7 +334,7 @@ PYBIND11_MODULE(_core, m) {
                 py::gil_scoped_release release;
                 if (work.wait(slice)) return true;
               }
-              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+              if (PyErr_CheckSignals() != 0) throw PythonError();
             }
           },
           py::arg("seconds"))
@@ -647,26 +402,26 @@ PYBIND11_MODULE(_core, m) {
       .def("release_segment", &Communicator::release_segment);
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.
-  m.def("time_call",
-        [](Communicator& comm, int warmup, int iterations, bool touch_input, py::args args) {
-          Call call;
-          Communicator::Options options;
-          if (!parse_call(reinterpret_cast<PyTupleObject*>(args.ptr())->ob_item,
-                          static_cast<Py_ssize_t>(args.size()), comm, &call, &options))
-            throw py::error_already_set();
-          const std::uint64_t elements = std::max(
-              call.count,
-              std::max(call.in.total(comm.size()), call.collective == Collective::all_gather ||
-                                                           call.collective == Collective::gather
-                                                       ? call.out.length(comm.rank())
-                                                       : 0));
-          py::gil_scoped_release release;
-          const BenchClock clock(comm);
-          const TouchedInput touched{const_cast<std::byte*>(call.input),
-                                     touch_input ? elements * size_of(call.dtype) : 0};
-          return pairs_of(time_loop(
-              clock,              warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
-        });
+  m.def("time_call", [](Communicator& comm, int warmup, int iterations, bool touch_input,
+                        py::args args) {
+    Call call;
+    Communicator::Options options;
+    if (!parse_call(reinterpret_cast<PyTupleObject*>(args.ptr())->ob_item,
+                    static_cast<Py_ssize_t>(args.size()), comm, &call, &options))
+      throw py::error_already_set();
+    const std::uint64_t elements =
+        std::max(call.count,
+                 std::max(call.in.total(comm.size()), call.collective == Collective::all_gather ||
+                                                              call.collective == Collective::gather
+                                                          ? call.out.length(comm.rank())
+                                                          : 0));
+    py::gil_scoped_release release;
+    const BenchClock clock(comm);
+    const TouchedInput touched{const_cast<std::byte*>(call.input),
+                               touch_input ? elements * size_of(call.dtype) : 0};
+    return pairs_of(time_loop(
+        clock, warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
+  });
   m.def("time_mpi", [](Communicator& comm, std::uintptr_t mpi_comm, int warmup, int iterations,
                        bool touch_input, const std::string& collective, int dtype, int op, int root,
                        std::uintptr_t in, std::uintptr_t out, std::uint64_t count) {

@@ -127,12 +127,12 @@ struct Simd {
   template <class T>
   static SIMD_INLINE Vec<Byte> load_partial(const Byte* p, std::size_t bytes) {
     Vec<Byte> raw = {};
-    copy_small(reinterpret_cast<Byte*>(&raw), p, bytes);
+    copy_small<kBytes>(reinterpret_cast<Byte*>(&raw), p, bytes);
     return raw;
   }
   template <class T>
   static SIMD_INLINE void store_partial(Byte* p, std::size_t bytes, Vec<Byte> raw) {
-    copy_small(p, reinterpret_cast<const Byte*>(&raw), bytes);
+    copy_small<kBytes>(p, reinterpret_cast<const Byte*>(&raw), bytes);
   }
   static SIMD_INLINE void stream(Byte* p, Vec<Byte> raw) {
 #if defined(__x86_64__)

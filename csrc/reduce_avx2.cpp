@@ -80,7 +80,7 @@ struct Simd {
       return (Vec<Byte>)_mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(bytes));
     } else {
       Vec<Byte> raw = {};
-      copy_small(reinterpret_cast<Byte*>(&raw), p, bytes);
+      copy_small<kBytes>(reinterpret_cast<Byte*>(&raw), p, bytes);
       return raw;
     }
   }
@@ -89,7 +89,7 @@ struct Simd {
     if constexpr (sizeof(T) >= 4) {
       _mm256_maskstore_epi32(reinterpret_cast<int*>(p), first(bytes), (__m256i)raw);
     } else {
-      copy_small(p, reinterpret_cast<const Byte*>(&raw), bytes);
+      copy_small<kBytes>(p, reinterpret_cast<const Byte*>(&raw), bytes);
     }
   }
   static SIMD_INLINE void stream(Byte* p, Vec<Byte> raw) {

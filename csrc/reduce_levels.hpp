@@ -82,17 +82,15 @@ struct VectorOf {
   typedef T type __attribute__((vector_size(bytes)));
 };
 
-// Copies 0 <= bytes < 64: what memcpy does, without the call.
+// Copies 0 <= bytes < kBelow (16 or 32): what memcpy does, without the call.
+template <int kBelow>
 SIMD_INLINE void copy_small(Byte* dst, const Byte* src, std::size_t bytes) {
-  if (bytes & 32) {
-    __builtin_memcpy(dst, src, 32);
-    dst += 32;
-    src += 32;
-  }
-  if (bytes & 16) {
-    __builtin_memcpy(dst, src, 16);
-    dst += 16;
-    src += 16;
+  if constexpr (kBelow > 16) {
+    if (bytes & 16) {
+      __builtin_memcpy(dst, src, 16);
+      dst += 16;
+      src += 16;
+    }
   }
   if (bytes & 8) {
     __builtin_memcpy(dst, src, 8);

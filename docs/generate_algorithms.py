@@ -1,14 +1,16 @@
-"""Writes docs/algorithms.md from the schedules, their costs and the opening comments of csrc/algorithms/.
+"""Writes docs/algorithms.md and docs/pictures/ from the schedules and the heads of their files.
 
-    python docs/generate_algorithms.py            rewrites the page
-    python docs/generate_algorithms.py --check    status 1 if the page is not up to date
+    python docs/generate_algorithms.py            rewrites them
+    python docs/generate_algorithms.py --check    status 1 if they are not up to date
 
-What an algorithm does, its picture, limits and paper are the comment at the head of its file. Step
-tables and costs come from the schedules themselves, so they cannot be wrong unless the code is.
+What an algorithm does, its limits and its paper are the comment at the head of its file in
+csrc/algorithms/. Diagrams and costs come from the schedules themselves, so they cannot be wrong
+unless the code is.
 """
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import collectives as cc
@@ -17,7 +19,7 @@ from collectives.schedule import AlgorithmInfo
 from collectives.tuning import ANY_SIZE, Tuner
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "algorithms.md"
+DOCS = ROOT / "docs"
 RANKS = (2, 4, 5, 8, 16, 64)  # of the cost tables
 
 HEAD = """\
@@ -26,17 +28,16 @@ HEAD = """\
 # Algorithms
 
 An algorithm is a [schedule](concepts.md#schedule): who sends which part of the data to whom, in
-which order. This page is made from the schedules that the package runs. The step tables are what
-`python -m collectives draw` prints, the costs are what `Schedule.cost()` counts, and the words are
-those at the head of each algorithm's file in `csrc/algorithms/`.
+which order. This page is made from the schedules that the package runs. The diagrams are those of
+`python -m collectives draw`, the costs are what `Schedule.cost()` counts, and the words are those
+at the head of each algorithm's file in `csrc/algorithms/`.
 
-In the formulas, n is the number of ranks and S the size of the vector in bytes. For collectives with
-blocks, S is the size of all blocks together. A *step* is one message on the longest chain of
-messages that wait for each other: it costs one latency. What a rank *sends* costs bandwidth. Small
-calls want few steps, large ones few bytes, and no algorithm has the least of both.
-
-No all_reduce can send less than 2(n-1)/n·S per rank, and none can take fewer than log2 n steps if a
-rank talks to one peer at a time.
+In the formulas, n is the number of ranks and S the size of the vector in bytes. For collectives
+with blocks, S is the size of all blocks together. A *step* is one message on the longest chain of
+messages that wait for each other: it costs one latency. What the busiest rank *sends* costs
+bandwidth. Small calls want few steps, large ones few bytes, and no algorithm has the least of both:
+the busiest rank of an all_reduce sends at least 2(n-1)/n·S, and where a rank talks to one peer at a
+time it takes at least log2 n steps.
 """
 
 CHOICE = """\
@@ -44,8 +45,9 @@ CHOICE = """\
 
 `algorithm="auto"`, the default, looks the call up in these tables. Sizes are those of the whole
 vector, or of all blocks together. A size belongs to the first entry that is not smaller than it.
-[Benchmarks](benchmarks.md) tells how to see the difference on your machine; `algorithm=` in the call
-or `COLLECTIVES_ALGORITHM` in the environment overrides the choice.
+[Benchmarks](benchmarks.md) tells how to see the difference on your machine. `algorithm=` in the
+call, or `COLLECTIVES_ALGORITHM` in the environment, overrides the choice. A barrier is not in the
+table: the check that all ranks have entered the same call is one already.
 """
 
 WORLDS = {
@@ -83,7 +85,7 @@ def prose(name: str) -> str:
 
     def end_picture() -> None:
         if picture:
-            out.append("```text\n" + "\n".join(picture) + "\n```")
+            out.append("```text\n" + textwrap.dedent("\n".join(picture)) + "\n```")
             picture.clear()
 
     for paragraph in opening_comment(name):
@@ -135,20 +137,24 @@ def costs(name: str) -> str:
     return "\n".join(lines)
 
 
-def section(info: AlgorithmInfo) -> str:
-    name, does = info.name, collectives_of(info.name)
+def shown(name: str) -> cc.Schedule:
+    """The schedule that the page draws."""
     n = 6 if name in ("bruck", "pat", "binomial_tree") else 4
-    shown = cc.schedule(name, does[0], n, node=nodes(name, n))
+    return cc.schedule(name, collectives_of(name)[0], n, node=nodes(name, n))
+
+
+def section(info: AlgorithmInfo) -> str:
+    name, drawn = info.name, shown(info.name)
     where = " on two nodes" if name == "hierarchical" else ""
+    title = f"{drawn.collective} over {drawn.nranks} ranks{where}"
     return "\n\n".join(
         [
             f"## {name}",
             f"Use it for {info.when}.",
+            f"![{name}: {title}](pictures/{name}.svg)",
             prose(name),
             f"Steps, and the most that a rank sends{where}:",
             costs(name),
-            f"{does[0]} over {n} ranks{where}, as `draw` shows it:",
-            "```text\n" + shown.draw("text").rstrip() + "\n```",
         ]
     )
 
@@ -177,6 +183,8 @@ def overview() -> str:
 def choices() -> str:
     lines = ["| collective | " + " | ".join(WORLDS) + " |", "|---|" + "---|" * len(WORLDS)]
     for collective in COLLECTIVES:
+        if collective == "barrier":
+            continue
         cells = []
         for node, shared in WORLDS.values():
             parts = []
@@ -195,14 +203,27 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def files() -> dict[Path, str]:
+    """All that this script writes."""
+    pictures = {f"pictures/{a.name}.svg": shown(a.name).draw("svg") for a in cc.algorithms()}
+    made = {"algorithms.md": page(), **pictures}
+    return {DOCS / name: text.rstrip("\n") + "\n" for name, text in made.items()}
+
+
+def outdated() -> list[str]:
+    """Names of files that are missing or differ from what would be written."""
+    wanted = files()
+    return [p.name for p, text in wanted.items() if not p.exists() or p.read_text() != text]
+
+
 def main(arguments: list[str]) -> int:
-    text = page()
     if arguments == ["--check"]:
-        if PAGE.read_text() == text:
-            return 0
-        print(f"{PAGE.name} is not up to date: run python docs/generate_algorithms.py")
-        return 1
-    PAGE.write_text(text)
+        if names := outdated():
+            print(f"{', '.join(names)}: not up to date; run python docs/generate_algorithms.py")
+        return 1 if names else 0
+    for path, text in files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
     return 0
 
 

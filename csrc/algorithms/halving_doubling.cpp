@@ -16,8 +16,8 @@
 // serves an odd one at most once. Nothing is folded, and all sizes work alike.
 //
 // Cost, vector of S bytes:  reduce_scatter ceil(log2 n) steps, each rank sends exactly (n-1)/n·S;
-//   all_gather the same for a power of two, else up to 1.6 times that for ranks that serve an odd one;
-//   all_reduce the sum.
+//   all_gather the same for a power of two, else up to 1.6 times that for a rank that serves an
+//   odd one; all_reduce the sum.
 // Limits: none; any n. Messages of many chunks: n/2 at first.
 // Source: R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, LNCS 3036,
 //   1-9, doi:10.1007/978-3-540-24685-5_1; R. Thakur, R. Rabenseifner, W. Gropp, Int. J. High

@@ -1,0 +1,69 @@
+"""Draw the steps of an algorithm: who sends which chunk to whom, round by round.
+
+Text for a terminal, or SVG for a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..drawing import FORMATS, draw
+from ..errors import ConfigError
+from ..schedule import algorithms, schedule
+from . import _common
+
+EXAMPLES = """\
+examples:
+  python -m collectives draw ring all_reduce -n 4
+  python -m collectives draw binomial_tree broadcast -n 8 --root 3
+  python -m collectives draw double_binary_tree all_reduce -n 8 --format svg -o tree.svg
+  python -m collectives draw "hierarchical(direct_two_shot, ring)" all_reduce --node 0,0,1,1
+  python -m collectives draw my_ring all_reduce -n 4 --import my_algorithms.py
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("algorithm", help="name of an algorithm, or a composition")
+    parser.add_argument("collective", type=_common.collective, help="all_reduce, broadcast, ...")
+    parser.add_argument("-n", "--ranks", type=_common.positive, help="number of ranks (4)")
+    parser.add_argument("-r", "--root", type=_common.natural, default=0, help="(0)")
+    parser.add_argument(
+        "--node", type=_common.nodes_list, metavar="LIST", help="node of each rank: 0,0,1,1"
+    )
+    parser.add_argument(
+        "--format", type=_common.one_of("format", FORMATS), help="text (default) or svg"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE; .svg means svg")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module, or a file .py, that registers algorithms",
+    )
+
+
+@_common.in_words
+def run(args: argparse.Namespace) -> int:
+    _common.import_algorithms(args.imports)
+    _common.algorithm(args.algorithm)
+    if args.algorithm == "auto":
+        names = ", ".join(a.name for a in algorithms())
+        raise ConfigError(f"auto chooses by size; name an algorithm to draw: {names}")
+    ranks = args.ranks or (len(args.node) if args.node else 4)
+    if args.node and len(args.node) != ranks:
+        raise ConfigError(f"--node names the nodes of {len(args.node)} ranks, -n says {ranks}")
+    if args.root >= ranks:
+        raise ConfigError(f"root {args.root} is out of range: ranks are 0 to {ranks - 1}")
+    by_name = "svg" if args.output and args.output.endswith(".svg") else "text"
+    drawn = draw(
+        schedule(args.algorithm, args.collective, ranks, root=args.root, node=args.node or ()),
+        args.format or by_name,
+    )
+    if args.output:
+        Path(args.output).write_text(drawn if drawn.endswith("\n") else f"{drawn}\n", "utf-8")
+    else:
+        print(drawn)
+    return 0

@@ -1,0 +1,49 @@
+// The calls as plain CPython functions, and what every crossing between the core and Python needs:
+// errors, the GIL, signals.
+//
+// No pybind11 here: a 4-byte all_reduce takes less time than pybind11 needs to look at its
+// arguments.
+#pragma once
+
+#include <Python.h>
+
+#include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "communicator.hpp"
+
+namespace collectives {
+
+// Python's error indicator is set; thrown through the core, which knows nothing of Python.
+struct PythonError : std::exception {
+  const char* what() const noexcept override {
+    return "a Python exception (a signal handler raised)";
+  }
+};
+
+// Sets Python's error indicator from the C++ exception in flight. Call in a catch block, with the
+// GIL.
+void set_error_from_exception() noexcept;
+
+// Makes waits give up the GIL while they are slow, and look at signals.
+void install_wait_hooks();
+
+// (collective, dtype, op, root, in, out, count, in_blocks, out_blocks, algorithm, order, re, im):
+// numbers throughout. Blocks: None, int (equal), (total,) (split), [lengths] or ([lengths],
+// [offsets]). False with the error indicator set if malformed.
+bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call,
+                Communicator::Options* options);
+
+// New references to the functions all_reduce_in_place(x) -> bool, call(...), and submit(...) ->
+// Work, bound to `comm`.
+//   all_reduce_choice   which algorithm serves up to how many bytes, for all_reduce_in_place
+//   wrap_work           gives the Python object of a Work
+// Throws PythonError.
+using WrapWork = PyObject* (*)(std::shared_ptr<Work>);
+std::vector<PyObject*> make_call_functions(
+    std::shared_ptr<Communicator> comm,
+    std::vector<std::pair<std::uint64_t, int>> all_reduce_choice, WrapWork wrap_work);
+
+}  // namespace collectives
