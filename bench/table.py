@@ -143,7 +143,8 @@ def everything(runs: list[Run]) -> list[str]:
     """The sections of docs/benchmarks.md."""
     lines: list[str] = []
     for run in runs:
-        lines += [f"### {run.name}", "", f"`{run.header['command']}`", "", machine(run.header), ""]
+        command = re.sub(r" --json\S*", "", run.header["command"])
+        lines += [f"### {run.name}", "", f"`{command}`", "", machine(run.header), ""]
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in run.rows:
             keys = ("collective", "ranks", "nodes", "transport", "dtype", "op", "symmetric")

@@ -7,8 +7,6 @@ x = np.ones(1 << 20, np.float32)
 comm.all_reduce(x)                    # in place
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from .communicator import Communicator, from_mpi, init, run_threads
 from .errors import (
     AbortedError,
@@ -28,10 +26,18 @@ from .errors import (
 from .schedule import Schedule, Transfer, algorithm, algorithms, schedule, unregister
 from .work import Work
 
-try:
-    __version__ = version("collectives")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
+
+def __getattr__(name: str) -> str:
+    # Looking up the version reads all installed metadata: 80 ms that most programs never need.
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("collectives")
+        except PackageNotFoundError:  # a source tree that is not installed
+            return "0+unknown"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AbortedError",

@@ -33,7 +33,7 @@ _SVG_LABELS = 24  # arrows in a round whose labels have room
 
 
 class Message(NamedTuple):
-    """Chunks that go from one rank to another in a round: those it combines, and those it stores."""
+    """Chunks that go from one rank to another in a round: combined there, or stored."""
 
     src: int
     dst: int
@@ -186,7 +186,8 @@ def _list(number: int, found: Sequence[Message]) -> list[str]:
 # ---- SVG -----------------------------------------------------------------------------------------
 
 _LANE = 46  # pixels between two lanes
-_COLUMN = 120  # of a round
+_COLUMN = 120  # of a round, of one with more than two arrows from a rank _WIDE
+_WIDE = 220
 _LEFT = 78  # for the names of ranks
 _NODE_LEFT = 28  # for the names of nodes, where there are several
 _TOP = 76  # for the title and the numbers of rounds
@@ -240,10 +241,11 @@ def _svg(schedule: Schedule) -> str:
     lane = {rank: _TOP + 24 + i * _LANE for i, rank in enumerate(order)}
     bottom = _TOP + 24 + (n - 1) * _LANE + 24
     left = _LEFT + (_NODE_LEFT if len(set(nodes)) > 1 else 0)
-    right = left + max(1, len(shown)) * _COLUMN
+    column = _WIDE if max((_fan(found) for found in shown), default=0) > 2 else _COLUMN
+    right = left + max(1, len(shown)) * column
     legend = _svg_legend(schedule, bottom + 26)
     title = _title(schedule)
-    width = max(right + 24, 24 + 9.8 * len(title), 560)
+    width = max(right + 24, 24 + 9 * len(title), 560)
     height = bottom + 26 + 22 * len(legend) - 4
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -255,8 +257,8 @@ def _svg(schedule: Schedule) -> str:
     ]
     parts += _svg_lanes(order, nodes, lane, (left, right))
     for i in range(len(shown)):
-        x = left + i * _COLUMN
-        middle = x + _COLUMN / 2
+        x = left + i * column
+        middle = x + column / 2
         parts.append(
             f'<text class="quiet" x="{middle:g}" y="{_TOP - 8}" text-anchor="middle">'
             f"round {i}</text>"
@@ -265,9 +267,16 @@ def _svg(schedule: Schedule) -> str:
     parts.append(f'<line class="border" x1="{right}" y1="{_TOP}" x2="{right}" y2="{bottom}"/>')
     for i, found in enumerate(shown):
         visible = [m for m in found if m.src in lane and m.dst in lane]
-        parts += _svg_round(i, left + i * _COLUMN, visible, lane, schedule.nchunks)
+        x = left + i * column
+        parts += _svg_round(i, (x, x + column), visible, lane, schedule.nchunks)
     parts += [line for row in legend for line in row]
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _fan(found: Sequence[Message]) -> int:
+    """The most messages that a rank sends."""
+    senders = [m.src for m in found]
+    return max((senders.count(rank) for rank in set(senders)), default=0)
 
 
 def _svg_lanes(
@@ -296,12 +305,16 @@ def _svg_lanes(
 
 
 def _svg_round(
-    number: int, left: int, found: Sequence[Message], lane: dict[int, int], nchunks: int
+    number: int,
+    span: tuple[int, int],
+    found: Sequence[Message],
+    lane: dict[int, int],
+    nchunks: int,
 ) -> list[str]:
     labelled = len(found) <= _SVG_LABELS
     lines, labels = [], []
     for m in found:
-        x1, x2 = left + _GAP, left + _COLUMN - _GAP
+        x1, x2 = span[0] + _GAP, span[1] - _GAP
         y1, y2 = lane[m.src], lane[m.dst]
         length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
         ex, ey = (x2 - x1) / length, (y2 - y1) / length
@@ -309,7 +322,8 @@ def _svg_round(
         thick = len(chunks) > _LINES
         drawn = [chunks[0]] if thick else chunks
         lines.append(
-            f"<g><title>round {number}: rank {m.src} to rank {m.dst}, chunks {escape(m.label)}</title>"
+            f"<g><title>round {number}: rank {m.src} to rank {m.dst}, chunks {escape(m.label)}"
+            "</title>"
         )
         for k, (chunk, combined) in enumerate(drawn):
             shift = (k - (len(drawn) - 1) / 2) * _APART

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -52,6 +51,8 @@ class Work(ABC):
         return None
 
     def __await__(self) -> Generator[Any, None, Any]:
+        import asyncio  # here: it takes 40 ms, and who awaits has it already
+
         pause = 0.0
         while not self.done():
             yield from asyncio.sleep(pause).__await__()

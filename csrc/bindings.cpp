@@ -417,8 +417,9 @@ PYBIND11_MODULE(_core, m) {
                                                           : 0));
     py::gil_scoped_release release;
     const BenchClock clock(comm);
-    const TouchedInput touched{const_cast<std::byte*>(call.input),
-                               touch_input ? elements * size_of(call.dtype) : 0};
+    const TouchedInput touched{
+        const_cast<std::byte*>(call.input),
+        touch_input && call.input != nullptr ? elements * size_of(call.dtype) : 0};
     return pairs_of(time_loop(
         clock, warmup, iterations, touched, [&] { meet(comm); }, [&] { comm.run(call, options); }));
   });

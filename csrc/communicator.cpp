@@ -26,11 +26,16 @@ constexpr int kProgramChannels = 8;
 constexpr int kControlChannel = 8;
 constexpr int kPointToPointChannel = 9;
 
+// What programs may count on; every transport holds at least as many messages (checked below).
+// Fixed, because all ranks must lower alike.
+constexpr int kFifoDepth = 4;
+
 constexpr milliseconds kPollPeersEvery{20};
 constexpr std::size_t kMaxPlans = 512;
 
-// Marks the communicator as in use by one thread; a second one is refused rather than interleaved. A plain load and store: this
-// is on the path of every call, and has to find misuse, not to be a lock.
+// Marks the communicator as in use by one thread; a second one is refused rather than interleaved.
+// A plain load and store: this is on the path of every call, and has to find misuse, not to be a
+// lock.
 class Busy {
  public:
   explicit Busy(std::atomic<bool>& flag) : flag_(flag) {
@@ -133,6 +138,12 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
   if (config_.mpi)
     links_.slot_bytes = links_.slot_bytes ? std::min(links_.slot_bytes, config_.mpi->slot_bytes())
                                           : config_.mpi->slot_bytes();
+  for (const Transport* t :
+       {static_cast<Transport*>(shm_.get()), static_cast<Transport*>(config_.mpi.get())})
+    if (t != nullptr && t->depth() < kFifoDepth)
+      throw Error(ErrorKind::invalid, std::string{t->name()} + " FIFOs hold " +
+                                          std::to_string(t->depth()) + " messages; programs need " +
+                                          std::to_string(kFifoDepth));
   for (int r = 0; r < n; ++r) {
     if (r == config_.rank) continue;
     const bool shared = shm_ && config_.local_of[r] >= 0;
@@ -382,7 +393,8 @@ void Communicator::run(const Call& call, const Options& options) {
   check_open();
   if (queued_.load(std::memory_order_acquire) != 0) {
     const auto work = submit(call, options);
-    waiter_->until([&] { return work->done(); }, [] { return Where{"earlier asynchronous calls"}; });
+    waiter_->until([&] { return work->done(); },
+                   [] { return Where{"earlier asynchronous calls"}; });
     if (work->error()) std::rethrow_exception(work->error());
     return;
   }
@@ -408,11 +420,12 @@ void Communicator::execute(const Call& call, const Options& options) {
 void Communicator::dispatch(const Call& call, const Options& options) {
   if (config_.nranks == 1) return run_alone(call, options);
   const bool again = options.algorithm == last_.algorithm && options.order == last_.order &&
-                     call.collective == last_.collective && call.dtype == last_.dtype && call.op == last_.op &&
-                     call.root == last_.root && call.count == last_.count && !Layout::blocked(call.collective);
+                     call.collective == last_.collective && call.dtype == last_.dtype &&
+                     call.op == last_.op && call.root == last_.root && call.count == last_.count &&
+                     !Layout::blocked(call.collective);
   if (!again) {
-    last_ = {options.algorithm, options.order, call.collective, call.dtype, call.op, call.root, call.count,
-             sign(call, options), 0};
+    last_ = {options.algorithm, options.order, call.collective,     call.dtype, call.op,
+             call.root,         call.count,    sign(call, options), 0};
     last_.hash = last_.signature.hash();
   }
   const Signature& signature = last_.signature;
@@ -476,9 +489,9 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   result.nchunks = schedule.nchunks;
   if (key.collective == Collective::all_to_all)
     for (const Round& round : schedule.rounds)
-      for (const Transfer& t : round)
-        result.forwards |= t.chunk != t.src * config_.nranks + t.dst;
-  result.program = std::make_shared<const RankProgram>(lower(schedule, config_.rank, key.order));
+      for (const Transfer& t : round) result.forwards |= t.chunk != t.src * config_.nranks + t.dst;
+  result.program =
+      std::make_shared<const RankProgram>(lower(schedule, config_.rank, key.order, kFifoDepth));
   if (static_cast<int>(result.program->channels.size()) > kProgramChannels)
     throw Error(ErrorKind::unsupported,
                 "algorithm '" + name + "' uses " + std::to_string(result.program->channels.size()) +
@@ -567,9 +580,10 @@ void Communicator::run_general(const Call& call, const Options& options, const S
                                rooted(call.collective) ? call.root : 0, options.order};
   const Lowered& low = lowered(program_key);
   if (uneven_pairs && low.forwards)
-    throw Error(ErrorKind::unsupported, "algorithm '" + names_[options.algorithm] +
-                                            "' passes blocks through ranks that do not know their lengths; "
-                                            "all_to_all_v needs one that sends directly (direct_two_shot)");
+    throw Error(ErrorKind::unsupported,
+                "algorithm '" + names_[options.algorithm] +
+                    "' passes blocks through ranks that do not know their lengths; "
+                    "all_to_all_v needs one that sends directly (direct_two_shot)");
   longest = agree(signature, hash, longest);
   if (call.collective != Collective::barrier && signature.count == 0 && !uneven_pairs) return;
   if (uneven_pairs && longest == 0) return;

@@ -88,8 +88,7 @@ class Lowering {
   int rank_;
   Order order_;
   std::vector<Value> values_;
-  std::vector<std::vector<Part>>
-      held_;  // by chunk: one whole value, or operands that wait to be combined
+  std::vector<std::vector<Part>> held_;  // by chunk: one whole value, or operands still apart
   std::vector<std::vector<DraftStep>> channels_;  // the draft
   struct Pending {
     int chunk = 0;

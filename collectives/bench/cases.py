@@ -202,9 +202,7 @@ class Bound:
             yield Piece(0, self.elements, combined(case), 0)
         elif case.collective == "reduce_scatter":
             yield Piece(0, block, combined(case), rank * block)
-        elif case.collective == "all_gather" or (
-            case.collective == "gather" and rank == case.root
-        ):
+        elif case.collective == "all_gather" or (case.collective == "gather" and rank == case.root):
             for r in range(n):
                 yield Piece(r * block, block, contribution(case, r), 0)
         elif case.collective == "broadcast":

@@ -152,6 +152,12 @@ def mpi(comm: Communicator) -> dict[str, str]:
     return {"missing": f"mpi4py finds no MPI that works: {words}"}
 
 
+def mpi_name(version: str) -> str:
+    """Name and version of an MPI library, from what it tells of itself."""
+    words = version.partition(",")[0].replace("Version:", " ").split()
+    return " ".join(words)
+
+
 def header(comm: Communicator, command: str) -> dict[str, Any]:
     """What stands above the results of a run. Collective."""
     exchange = exchange_ns(comm)

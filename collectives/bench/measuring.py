@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..schedule import algorithms, why_unsupported
 from ..tuning import known_algorithm, model
 from .cases import REDUCING, Bound, Buffers, Case, bind, call, places, prepare
+from .machine import cores
 from .peers import Peer
 from .report import bandwidth, bus_factor
 from .timing import Clock, Effort, Runner, Sample, core_loop, python_loop, take_turns
@@ -42,6 +43,7 @@ class Bench:
         self.clock = Clock(self.comm)
         self.buffers = Buffers(self.comm, self.capacity, symmetric=self.symmetric)
         self._ordinary = self.buffers
+        self.last = np.zeros(self.comm.size, np.int64)  # calls that each rank ended last
         if self.symmetric and self.peers:
             self._ordinary = Buffers(self.comm, self.capacity)
 
@@ -109,15 +111,22 @@ class Bench:
         comm, nbytes = self.comm, bound.nbytes
         name = self.chosen(algorithm, case.collective, nbytes)
         predicted = model.predict(
-            name, case.collective, nbytes, comm.nodes, comm.transports, root=case.root
+            name,
+            case.collective,
+            nbytes,
+            comm.nodes,
+            comm.transports,
+            root=case.root,
+            cores=cores(),
         )
+        self.last += ours.last
         algbw = bandwidth(nbytes, ours.median)
         peers = [
             {
                 "name": peer.name,
                 "version": peer.version,
-                "time_us": round(sample.median * 1e6, 4),
-                "ratio": round(sample.median / ours.median, 4) if ours.median else None,
+                "time_us": _digits(sample.median * 1e6),
+                "ratio": _digits(sample.median / ours.median) if ours.median else None,
             }
             for peer, sample in zip(self.peers, theirs, strict=True)
             if sample is not None
@@ -135,20 +144,20 @@ class Bench:
             "device": "cpu",
             "mode": "host",
             "symmetric": self.symmetric,
-            "in_place": in_place_of(case, bound),
-            "time_us": round(ours.median * 1e6, 4),
-            "p99_us": round(ours.p99 * 1e6, 4),
-            "algbw_gbs": round(algbw, 4),
-            "busbw_gbs": round(algbw * bus_factor(case.collective, comm.size), 4),
+            "in_place": bound.in_place and case.collective != "barrier",
+            "time_us": _digits(ours.median * 1e6),
+            "p99_us": _digits(ours.p99 * 1e6),
+            "algbw_gbs": _digits(algbw),
+            "busbw_gbs": _digits(algbw * bus_factor(case.collective, comm.size)),
             "wrong": wrong,
-            "predicted_us": None if predicted is None else round(predicted * 1e6, 4),
+            "predicted_us": None if predicted is None else _digits(predicted * 1e6),
             "peers": peers,
         }
 
 
-def in_place_of(case: Case, bound: Bound) -> bool:
-    """What a row says about a call that has one way only: the array is the result, or not."""
-    return bound.in_place and case.collective != "barrier"
+def _digits(value: float) -> float:
+    """Six digits: what a time or a ratio can mean."""
+    return float(f"{value:.6g}")
 
 
 def sizes(low: int, high: int, factor: int, step: int | None) -> list[int]:

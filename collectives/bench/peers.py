@@ -18,6 +18,7 @@ from .. import _core
 from ..communicator import Communicator
 from ..errors import UnsupportedError, did_you_mean
 from .cases import Bound
+from .machine import mpi_name
 from .timing import Runner, python_loop
 
 NAMES = ("mpi", "gloo")
@@ -65,7 +66,7 @@ class MpiPeer:
         self._comm = comm
         self._mpi = MPI
         self._python = python
-        self.version = str(_core.loaded_mpi()["version"]).partition(",")[0].strip()
+        self.version = mpi_name(str(_core.loaded_mpi()["version"]))
 
     def runner(self, bound: Bound) -> Runner | None:
         if self._python:
@@ -135,7 +136,8 @@ class MpiPeer:
             return lambda: comm.Scatter(x if at_root else None, mine, root)
         if case.collective == "all_to_all":
             return lambda: comm.Alltoall(x, out)
-        return comm.Barrier  # type: ignore[no-any-return]
+        barrier: Callable[[], Any] = comm.Barrier
+        return barrier
 
     def close(self) -> None:
         pass

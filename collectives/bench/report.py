@@ -100,7 +100,9 @@ class Table:
             parts, at = [], 0
             for title, columns in self._groups:
                 width = sum(c.width + 1 for c in self._columns[at : at + columns])
-                parts.append(f" {title} ".center(width - 1, "-").rjust(width) if title else " " * width)
+                parts.append(
+                    f" {title} ".center(width - 1, "-").rjust(width) if title else " " * width
+                )
                 at += columns
             lines.insert(0, "".join(parts))
         return "\n".join("#" + line[1:].rstrip() for line in lines)

@@ -46,10 +46,10 @@ class Effort:
 
 @dataclass(frozen=True)
 class Sample:
-    """Times of one way, in seconds, sorted; `slowest` is the rank that most often ended last."""
+    """Times of one way, in seconds, sorted; and how often each rank ended last."""
 
     times: np.ndarray[Any, Any]
-    slowest: int = 0
+    last: np.ndarray[Any, Any]
 
     @property
     def median(self) -> float:
@@ -109,9 +109,8 @@ def take_turns(
     samples: list[Sample | None] = [None] * len(runners)
     for i, parts in stamps.items():
         gathered = clock.gather(np.concatenate(parts))
-        last = gathered[..., 1].argmax(axis=0)
-        slowest = int(np.bincount(last, minlength=gathered.shape[0]).argmax())
-        samples[i] = Sample(np.sort(clock.durations(gathered)), slowest)
+        last = np.bincount(gathered[..., 1].argmax(axis=0), minlength=gathered.shape[0])
+        samples[i] = Sample(np.sort(clock.durations(gathered)), last)
     return samples
 
 

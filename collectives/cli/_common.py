@@ -20,6 +20,7 @@ from ..schedule import algorithms
 from ..tuning import known_algorithm
 from ._ranks import rank_hint
 
+_EVERYWHERE = "everywhere"  # attribute of an error that every rank raises
 USAGE = 2  # exit status of a command that could not do what was asked
 
 
@@ -45,6 +46,25 @@ def size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def factor(text: str) -> int:
+    """What sizes grow by."""
+    number = positive(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError("1 would never end; sizes grow by a factor of 2 or more")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return number
 
 
 def one_of(kind: str, known: Iterable[str]) -> Callable[[str], str]:
@@ -112,7 +132,7 @@ def on_every_rank() -> Iterator[None]:
     try:
         yield
     except (CollectiveError, ValueError) as error:
-        error.everywhere = True  # type: ignore[attr-defined]
+        setattr(error, _EVERYWHERE, True)
         raise
 
 
@@ -133,7 +153,7 @@ def in_words(
             if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
                 raise
             rank = rank_hint()
-            if rank == 0 or not getattr(error, "everywhere", False):
+            if rank == 0 or not getattr(error, _EVERYWHERE, False):
                 where = f" (rank {rank})" if rank else ""
                 name = run.__module__.rpartition(".")[2]
                 print(f"python -m collectives {name}{where}: {error}", file=sys.stderr)

@@ -78,9 +78,7 @@ def command_of(args: argparse.Namespace, command: str) -> str:
     return shlex.join(["python", "-m", "collectives", command, *arguments_of(args)])
 
 
-def with_ranks(
-    args: argparse.Namespace, command: str, body: Callable[[Communicator], int]
-) -> int:
+def with_ranks(args: argparse.Namespace, command: str, body: Callable[[Communicator], int]) -> int:
     """Runs `body(comm)` on the ranks that `args` ask for; its result on rank 0 is the exit status.
 
     Raises ConfigError where ranks are asked for that cannot be had.

@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import _core
 from ..bench import machine, peers, report
-from ..bench.cases import REDUCING, ROOTED, Case, places
+from ..bench.cases import ROOTED, Case, places
 from ..bench.measuring import Bench, check_case, elements_of, sizes
 from ..bench.timing import Effort
 from ..communicator import Communicator
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-e", "--maxbytes", type=_common.size, default=64 << 20, help="largest (64M)"
     )
     sizes_.add_argument(
-        "-f", "--stepfactor", type=_factor, default=4, help="each size times so much (4)"
+        "-f", "--stepfactor", type=_common.factor, default=4, help="each size times so much (4)"
     )
     sizes_.add_argument(
         "-i", "--stepbytes", type=_common.size, help="each size plus so many bytes instead"
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     effort.add_argument(
         "--seconds",
-        type=_seconds,
+        type=_common.seconds,
         default=0.2,
         metavar="S",
         help="time for each size and library (0.2)",
@@ -112,23 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write header and rows to FILE")
     _ranks.add_arguments(parser, _common.positive)
-
-
-def _factor(text: str) -> int:
-    factor = _common.positive(text)
-    if factor < 2:
-        raise argparse.ArgumentTypeError("1 would never end; sizes grow by a factor of 2 or more")
-    return factor
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return seconds
 
 
 @_common.in_words
@@ -191,7 +174,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
         peer.close()
     wrong = sum(row["wrong"] or 0 for row in rows)
     if printing:
-        _print_footer(rows, wrong, checked=args.check > 0)
+        _print_footer(rows, wrong, bench)
         if args.json:
             report.write_json(args.json, header, rows)
     return 1 if wrong else 0
@@ -290,15 +273,15 @@ def _print_header(comm: Communicator, args: argparse.Namespace, header: dict[str
         print("# one rank moves nothing: start more with --ranks N, or with mpirun")
 
 
-def _print_footer(rows: list[dict[str, Any]], wrong: int, *, checked: bool) -> None:
+def _print_footer(rows: list[dict[str, Any]], wrong: int, bench: Bench) -> None:
     bandwidths = [row["busbw_gbs"] for row in rows]
     print("#")
-    if checked:
+    if bench.check:
         print(f"# wrong elements: {wrong} {'FAILED' if wrong else 'OK'}")
     else:
         print("# nothing was verified (-c 0)")
     if bandwidths:
         print(f"# average bus bandwidth: {sum(bandwidths) / len(bandwidths):.3f} GB/s")
-
-
-__all__ = ["EXAMPLES", "REDUCING", "add_arguments", "run"]
+    if bench.comm.size > 1 and bench.last.sum():
+        slowest, share = int(bench.last.argmax()), bench.last.max() / bench.last.sum()
+        print(f"# slowest rank: {slowest}, the last to end in {share:.0%} of all calls")

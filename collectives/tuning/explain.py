@@ -194,7 +194,9 @@ def _amount(nbytes: float) -> str:
         if nbytes < 1024 or unit == "GiB":
             break
         nbytes /= 1024
-    return f"{nbytes:.0f} {unit}" if nbytes >= 100 or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
+    return (
+        f"{nbytes:.0f} {unit}" if nbytes >= 100 or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
+    )
 
 
 def _time(seconds: float | None) -> str:

@@ -1,0 +1,326 @@
+"""Time all algorithms over sizes: which is the fastest where, and where they cross.
+
+All of them take turns in one run, each result is verified before it is timed, and a call's time is
+the median of what the slowest rank takes. The exit status is 1 if any element was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..bench import machine, peers, report
+from ..bench.cases import ROOTED, Case, places
+from ..bench.measuring import Bench, candidates, check_case, elements_of, sizes
+from ..bench.timing import Effort, take_turns
+from ..communicator import Communicator
+from ..config import format_size
+from ..errors import ConfigError, UnsupportedError
+from ..tuning import model
+from . import _common, _ranks
+from ._progress import Progress
+
+EXAMPLES = """\
+examples:
+  python -m collectives compare --ranks 2
+  python -m collectives compare all_gather --ranks 4 -b 1K -e 4M --png all_gather.png
+  mpirun -n 2 python -m collectives compare all_reduce --peer mpi --json compare.json
+  python -m collectives compare --ranks 4 --nodes 2 --only ring --only hierarchical
+  python -m collectives compare --ranks 4 --import my_algorithms.py
+"""
+
+# An algorithm stays the fastest while it is within so much of whichever is: the noise of a median.
+_NEAR = 1.1
+_LONG = 20  # letters of a name that still heads a column
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "collective",
+        nargs="?",
+        type=_common.collective,
+        default="all_reduce",
+        help="all_reduce (default), broadcast, ...",
+    )
+    add = parser.add_argument
+    add("-b", "--minbytes", type=_common.size, default=4, help="smallest size (4)")
+    add("-e", "--maxbytes", type=_common.size, default=16 << 20, help="largest size (16M)")
+    add("-f", "--stepfactor", type=_common.factor, default=4, help="each size times so much (4)")
+    add("-n", "--iters", type=_common.positive, help="calls (as many as fit in --seconds)")
+    add("-w", "--warmup-iters", type=_common.natural, default=5, help="calls before (5)")
+    add("-c", "--check", type=_common.natural, default=1, help="verify each so often (1)")
+    add("--seconds", type=_common.seconds, default=0.1, help="for each size and algorithm (0.1)")
+    add("-o", "--op", type=_common.op, default="sum", help="(sum)")
+    add("-d", "--datatype", type=_common.dtype, default="float32", help="(float32)")
+    add("-r", "--root", type=_common.natural, default=0, help="(0)")
+    add("--out-of-place", action="store_true", help="instead of in place")
+    add("--symmetric", action="store_true", help="arrays from Communicator.empty")
+    add("--python", action="store_true", help="loops in Python instead of C++")
+    add("--only", action="append", metavar="NAME", help="these algorithms; may be repeated")
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module, or a file .py, that registers algorithms",
+    )
+    add(
+        "--peer",
+        action="append",
+        type=_common.one_of("peer", peers.NAMES),
+        metavar="NAME",
+        help="time mpi or gloo too, in turns; may be repeated",
+    )
+    add("--json", metavar="FILE", help="write header and rows to FILE")
+    add("--png", metavar="FILE", help="draw times and bus bandwidths (needs matplotlib)")
+    add("--fit", action="store_true", help="print the figures of the cost model for these ranks")
+    _ranks.add_arguments(parser, _common.positive)
+
+
+@dataclass
+class Results:
+    """Seconds by size, of algorithms and of peers; and the rows for JSON."""
+
+    case: Case
+    algorithms: list[str]
+    times: dict[int, dict[str, float]] = field(default_factory=dict)
+    peer_times: dict[int, dict[str, float]] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def fastest(self, nbytes: int) -> str:
+        """The algorithm with the least time."""
+        times = self.times[nbytes]
+        return min(times, key=lambda name: times[name])
+
+
+@_common.in_words
+def run(args: argparse.Namespace) -> int:
+    _common.import_algorithms(args.imports)
+    for name in args.only or ():
+        _common.algorithm(name)
+    sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
+    if args.png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
+    for path in filter(None, (args.json, args.png)):
+        open(path, "ab").close()  # better now than after the run
+    return _ranks.with_ranks(args, "compare", lambda comm: _compare(comm, args))
+
+
+def _compare(comm: Communicator, args: argparse.Namespace) -> int:
+    root = args.root if args.collective in ROOTED else 0
+    case = Case(args.collective, comm.size, args.datatype, args.op, root)
+    with _common.on_every_rank():
+        check_case(comm, case, "auto", None)
+        for name in args.only or ():
+            check_case(comm, case, name, None)
+        algorithms = args.only or candidates(comm, args.collective, root)
+        if not algorithms:
+            raise UnsupportedError(f"no algorithm can do {args.collective} with {comm.size} ranks")
+        connected = peers.connect(comm, args.peer or (), python=args.python)
+    header = machine.header(comm, _ranks.command_of(args, "compare"))
+    elements = elements_of(case, sizes(args.minbytes, args.maxbytes, args.stepfactor, None))
+    bench = Bench(
+        comm,
+        elements[-1] * case.itemsize,
+        Effort(args.seconds, args.iters, args.warmup_iters),
+        check=args.check,
+        python=args.python,
+        symmetric=args.symmetric,
+        peers=connected,
+    )
+    results = _measure(bench, case, list(dict.fromkeys(algorithms)), elements, args, header)
+    for peer in connected:
+        peer.close()
+    wrong = sum(row["wrong"] or 0 for row in results.rows)
+    if comm.rank == 0:
+        print("#")
+        if wrong:
+            print(f"# wrong elements: {wrong} FAILED")
+        for line in [*in_words(results), *_about_auto(comm, results)]:
+            print(line)
+        if args.fit:
+            print(_fit(comm, results))
+        if args.json:
+            report.write_json(args.json, header, results.rows)
+        if args.png:
+            from ..bench.plot import plot
+
+            plot(results, args.png, _subtitle(comm, header))
+            print(f"{args.png} drawn")
+    return 1 if wrong else 0
+
+
+def _measure(
+    bench: Bench,
+    case: Case,
+    algorithms: list[str],
+    elements: Sequence[int],
+    args: argparse.Namespace,
+    header: dict[str, Any],
+) -> Results:
+    comm, printing = bench.comm, bench.comm.rank == 0
+    ways = places(case.collective)
+    in_place = ways[0] if args.out_of_place else ways[-1]
+    results = Results(case, algorithms)
+    table, key = _table(algorithms, [p.name for p in bench.peers])
+    if printing:
+        nodes = len(set(comm.nodes))
+        print(
+            f"# {case.collective} of {case.dtype}, {comm.size} ranks on {nodes} "
+            f"node{'s' * (nodes > 1)}, transport {comm.transports}"
+        )
+        for line in [*report.describe(header), *key]:
+            print(f"# {line}")
+        print(f"# times in us, * the fastest\n{table.header()}")
+    progress = Progress(len(elements) * len(algorithms), shown=printing)
+    for count in elements:
+        nbytes = count * case.itemsize
+        bounds = [bench.bound(case, name, count, in_place) for name in algorithms]
+        wrong = []
+        for name, bound in zip(algorithms, bounds, strict=True):
+            wrong.append(bench.verify(bound))
+            progress.step(f"{name} {nbytes} B")
+        runners = [bench.runner(bound) for bound in bounds]
+        samples = take_turns(
+            bench.clock, [*runners, *bench.peer_runners(case, count, in_place)], bench.effort
+        )
+        mine, theirs = samples[: len(algorithms)], samples[len(algorithms) :]
+        results.times[nbytes] = {}
+        for name, bound, sample, bad in zip(algorithms, bounds, mine, wrong, strict=True):
+            assert sample is not None
+            results.times[nbytes][name] = sample.median
+            results.rows.append(bench.row(case, name, bound, sample, bad, theirs))
+        results.peer_times[nbytes] = {
+            peer.name: sample.median
+            for peer, sample in zip(bench.peers, theirs, strict=True)
+            if sample is not None
+        }
+        if printing:
+            progress.clear()
+            peer_names = [p.name for p in bench.peers]
+            print(table.row(_cells(results, nbytes, wrong, peer_names)), flush=True)
+    return results
+
+
+def _table(algorithms: Sequence[str], peer_names: Sequence[str]) -> tuple[report.Table, list[str]]:
+    """The table, and lines that say which long name is which letter."""
+    columns = [report.Column("bytes", "", 11)]
+    key: list[str] = []
+    for name in algorithms:
+        title = name
+        if len(name) > _LONG:
+            title = f"[{chr(ord('A') + len(key))}]"
+            key.append(f"{title} {name}")
+        columns.append(report.Column(title, "", max(9, len(title) + 1)))
+    columns += [report.Column(name, "", 9) for name in peer_names]
+    return report.Table(columns), key
+
+
+def _cells(
+    results: Results, nbytes: int, wrong: Sequence[int | None], peer_names: Sequence[str]
+) -> list[str]:
+    times, best = results.times[nbytes], results.fastest(nbytes)
+    cells = [str(nbytes)]
+    for name, bad in zip(results.algorithms, wrong, strict=True):
+        text = "WRONG" if bad else report.microseconds(times[name] * 1e6)
+        cells.append(text + ("*" if name == best and len(times) > 1 else " "))
+    found = results.peer_times[nbytes]
+    for name in peer_names:
+        cells.append(report.microseconds(found[name] * 1e6 if name in found else None))
+    return cells
+
+
+def in_words(results: Results) -> list[str]:
+    """Which algorithm is the fastest where, and where one passes another."""
+    stretches: list[tuple[str, int, int]] = []
+    for nbytes, times in results.times.items():
+        best = results.fastest(nbytes)
+        if stretches and times[stretches[-1][0]] <= _NEAR * times[best]:
+            name, low, _ = stretches[-1]
+            stretches[-1] = (name, low, nbytes)
+        else:
+            stretches.append((best, nbytes, nbytes))
+    if len(results.algorithms) < 2:
+        return []
+    if len(stretches) == 1:
+        return [f"{stretches[0][0]} is the fastest at every size (within {_NEAR - 1:.0%})."]
+    lines = []
+    for i, (name, low, high) in enumerate(stretches):
+        span = f"at {_size(low)}" if low == high else f"from {_size(low)} to {_size(high)}"
+        line = f"{name} is the fastest {span}"
+        if i + 1 < len(stretches):
+            after, start, _ = stretches[i + 1]
+            near = crossing(results, name, after, high, start)
+            line += f"; {after} passes it " + (
+                f"near {_size(near)}" if near else f"between {_size(high)} and {_size(start)}"
+            )
+        lines.append(line + ".")
+    return lines
+
+
+def crossing(results: Results, first: str, second: str, low: int, high: int) -> int | None:
+    """The size between `low` and `high` where `second` becomes faster than `first`: straight lines
+    between the measured points in logarithms. None if they do not cross there.
+    """
+    a, b = results.times[low], results.times[high]
+    before, after = math.log(a[second] / a[first]), math.log(b[second] / b[first])
+    if before <= 0 or after >= 0 or low < 1:
+        return None
+    share = before / (before - after)
+    exact = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    step = 2 ** max(0, math.floor(math.log2(exact)) - 2)  # two digits, or so, in powers of two
+    return max(low, min(high, round(exact / step) * step))
+
+
+def _about_auto(comm: Communicator, results: Results) -> list[str]:
+    """How far the tuner's choices are from the fastest."""
+    if results.case.collective == "barrier" or len(results.algorithms) < 2:
+        return []
+    worst, where, chosen = 1.0, 0, ""
+    for nbytes, times in results.times.items():
+        name = comm._tuner.choose(results.case.collective, nbytes)
+        if name in times:
+            ratio = times[name] / times[results.fastest(nbytes)]
+            if ratio > worst:
+                worst, where, chosen = ratio, nbytes, name
+    if worst <= _NEAR:
+        return [f"What is chosen by itself is the fastest everywhere (within {_NEAR - 1:.0%})."]
+    return [
+        f"What is chosen by itself is at most {worst:.2f}x slower than the fastest ({chosen} at "
+        f"{_size(where)})."
+    ]
+
+
+def _fit(comm: Communicator, results: Results) -> str:
+    collective = results.case.collective
+    measured = [
+        model.Measurement(name, collective, nbytes, seconds)
+        for nbytes, times in results.times.items()
+        for name, seconds in times.items()
+    ]
+    lines = [f"cost model fitted to these times ({comm.transports}):"]
+    for kind, link in model.fit(measured, comm.nodes).items():
+        lines.append(
+            f'  "{kind}": LinkModel({link.alpha_s:.3g}, {link.beta_s_per_byte:.3g}, '
+            f"{link.gamma_s_per_byte:.3g}),"
+        )
+    return "\n".join(lines)
+
+
+def _subtitle(comm: Communicator, header: dict[str, Any]) -> str:
+    found = header["machine"]
+    exchange = f", cache line {found['exchange_ns']:.0f} ns" if found["exchange_ns"] else ""
+    return (
+        f"{comm.size} ranks, {len(set(comm.nodes))} node(s), {comm.transports}; {found['cpu']}, "
+        f"{found['cores']} cores{exchange}"
+    )
+
+
+def _size(nbytes: int) -> str:
+    text = format_size(nbytes)
+    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"

@@ -1,0 +1,141 @@
+"""Say which algorithm runs for a call, why, and what each is expected to take.
+
+Needs no ranks: --ranks and --nodes describe them. With --measure they are started on this host (or
+are those of mpirun), and the measured time of every algorithm stands beside the predicted one.
+
+Predictions are alpha x steps + beta x bytes + gamma x bytes combined, with the figures of one
+machine: see collectives/tuning/model.py, and `compare --fit` for the figures of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..bench.cases import Case, places
+from ..bench.machine import cores
+from ..bench.measuring import Bench, candidates, check_case
+from ..bench.timing import Effort, take_turns
+from ..communicator import Communicator
+from ..config import Settings
+from ..errors import ConfigError
+from ..tuning import Tuner
+from ..tuning.explain import explain
+from . import _common, _ranks
+
+EXAMPLES = """\
+examples:
+  python -m collectives explain all_reduce --bytes 64M --ranks 8 --nodes 2
+  python -m collectives explain all_gather --bytes 64K --ranks 4 --transport mpi
+  python -m collectives explain all_reduce --bytes 1M --ranks 2 --measure
+  mpirun -n 2 python -m collectives explain all_reduce --bytes 1M --measure
+"""
+
+TRANSPORTS = ("threads", "shm", "mpi", "shm+mpi")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("collective", type=_common.collective, help="all_reduce, broadcast, ...")
+    parser.add_argument(
+        "--bytes",
+        type=_common.size,
+        default=1 << 20,
+        metavar="SIZE",
+        help="of the whole vector, all blocks together (1M)",
+    )
+    parser.add_argument(
+        "--node", type=_common.nodes_list, metavar="LIST", help="node of each rank: 0,0,0,1"
+    )
+    parser.add_argument(
+        "--transport",
+        type=_common.one_of("transport", TRANSPORTS),
+        help="threads, shm, mpi or shm+mpi; by itself what would be used for these nodes",
+    )
+    parser.add_argument("--measure", action="store_true", help="run every algorithm, on real ranks")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module, or a file .py, that registers algorithms",
+    )
+    _ranks.add_arguments(parser, _common.positive)
+
+
+@_common.in_words
+def run(args: argparse.Namespace) -> int:
+    _common.import_algorithms(args.imports)
+    if args.measure:
+        if args.transport or args.node:
+            raise ConfigError("--measure asks the ranks themselves; leave --transport, --node out")
+        return _ranks.with_ranks(args, "explain", lambda comm: _measure(comm, args))
+    nodes = _nodes(args)
+    several = len(set(nodes)) > 1
+    transport = args.transport or ("threads" if args.threads else None)
+    if transport in ("threads", "shm") and several:
+        raise ConfigError(f"--transport {transport} joins ranks of one node, not of several")
+    if transport == "shm+mpi" and not several:
+        raise ConfigError("--transport shm+mpi is for several nodes; give --nodes or --node")
+    one_region = transport in ("threads", "shm") or (transport is None and not several)
+    # Over MPI alone each rank is a node of its own for whoever chooses.
+    tuned = list(range(len(nodes))) if transport == "mpi" else nodes
+    tuner = Tuner(tuned, one_region, Settings().algorithm)
+    print(
+        explain(
+            args.collective,
+            args.bytes,
+            tuned,
+            one_region=one_region,
+            tuner=tuner,
+            transport=transport,
+        )
+    )
+    return 0
+
+
+def _nodes(args: argparse.Namespace) -> list[int]:
+    if args.ranks and args.threads:
+        raise ConfigError("--ranks and --threads both say how many ranks there are; give one")
+    wanted = args.ranks or args.threads
+    if args.node:
+        if (wanted or len(args.node)) != len(args.node):
+            raise ConfigError(f"--node names {len(args.node)} ranks, --ranks says {wanted}")
+        if args.nodes:
+            raise ConfigError("--node and --nodes both place the ranks; give one of them")
+        return list(args.node)
+    ranks, nodes = wanted or 2, args.nodes or 1
+    if nodes > ranks:
+        raise ConfigError(f"{ranks} ranks cannot be divided into {nodes} nodes")
+    return [r * nodes // ranks for r in range(ranks)]
+
+
+def _measure(comm: Communicator, args: argparse.Namespace) -> int:
+    case = Case(args.collective, comm.size)
+    elements = case.elements(args.bytes)
+    in_place = places(args.collective)[-1]
+    bench = Bench(comm, max(1, elements) * case.itemsize, Effort(seconds=0.2))
+    names = candidates(comm, args.collective)
+    with _common.on_every_rank():
+        for name in names:
+            check_case(comm, case, name, None)
+    runners = [bench.runner(bench.bound(case, name, elements, in_place)) for name in names]
+    samples = take_turns(bench.clock, runners, bench.effort)
+    measured = {
+        name: sample.median
+        for name, sample in zip(names, samples, strict=True)
+        if sample is not None
+    }
+    if comm.rank == 0:
+        print(
+            explain(
+                args.collective,
+                elements * case.itemsize,
+                comm.nodes,
+                one_region="mpi" not in comm.transports,
+                tuner=comm._tuner,
+                transport=comm.transports if comm.size > 1 else None,
+                cores=cores(),
+                measured=measured,
+            )
+        )
+    return 0
