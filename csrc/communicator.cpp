@@ -26,6 +26,11 @@ constexpr int kProgramChannels = 8;
 constexpr int kControlChannel = 8;
 constexpr int kPointToPointChannel = 9;
 
+// The abort word: 1 + the local rank that gave up, the kind of its error, and a mark while its
+// reason is being written.
+constexpr std::uint32_t kUnfinished = 0x80000000u;
+constexpr int kKindShift = 16;
+
 // What programs may count on; every transport holds at least as many messages (checked below).
 // Fixed, because all ranks must lower alike.
 constexpr int kFifoDepth = 4;
@@ -196,21 +201,28 @@ void Communicator::close() {
 }
 
 void Communicator::abort(const std::string& reason) {
+  give_up("aborted: " + reason);
+  aborted_ = true;
+  tell_peers(ErrorKind::aborted, reason);
+}
+
+// Tells all ranks, once, that this one leaves the common path, and why: their waits end at once
+// with the same kind of error.
+void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept {
+  const std::string whole = "rank " + std::to_string(config_.rank) + " gave up: " + text;
   if (config_.region) {
+    const std::uint32_t word =
+        (1 + config_.local_of[config_.rank]) | static_cast<std::uint32_t>(kind) << kKindShift;
     std::uint32_t nobody = 0;
-    if (config_.region->abort_word().compare_exchange_strong(
-            nobody, 0x80000000u | (1 + config_.local_of[config_.rank]))) {
-      std::strncpy(config_.region->abort_reason(), reason.c_str(), Region::kAbortReason - 1);
-      config_.region->abort_word().fetch_and(0x7fffffffu, std::memory_order_release);
+    auto& shared = config_.region->abort_word();
+    if (shared.compare_exchange_strong(nobody, word | kUnfinished)) {
+      std::strncpy(config_.region->abort_reason(), whole.c_str(), Region::kAbortReason - 1);
+      shared.store(word, std::memory_order_release);  // publishes the reason
     }
     for (int q = 0; q < config_.region->shape().nranks; ++q)
       config_.region->rank(q).doorbell.ring();
   }
-  if (config_.mpi)
-    config_.mpi->poison("rank " + std::to_string(config_.rank) + " aborted: " + reason);
-  broken_reason_ = "aborted: " + reason;
-  aborted_ = true;
-  broken_ = true;
+  if (config_.mpi) config_.mpi->poison(whole);
 }
 
 std::string Communicator::transports() const {
@@ -222,15 +234,19 @@ std::string Communicator::transports() const {
 void Communicator::check_open() const {
   if (closed_) throw Error(ErrorKind::closed, "this communicator is closed");
   if (broken_)
-    throw Error(ErrorKind::aborted, "this communicator cannot be used any more: " + broken_reason_);
+    throw Error(ErrorKind::aborted,
+                "this communicator cannot be used any more: " + broken_reason());
 }
 
 void Communicator::fail(ErrorKind kind, const std::string& text) {
-  broken_reason_ = text;
-  broken_ = true;
-  if (config_.mpi)
-    config_.mpi->poison("rank " + std::to_string(config_.rank) + " gave up: " + text);
+  give_up(text);
+  tell_peers(kind, text);
   throw Error(kind, text);
+}
+
+std::string Communicator::broken_reason() const {
+  std::lock_guard lock(reason_mutex_);
+  return broken_reason_;
 }
 
 // ---- looking around while waiting
@@ -267,13 +283,15 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
            std::to_string(where.seen);
     return s;
   };
-  if (aborted_) throw Error(ErrorKind::aborted, "aborted while " + place() + ": " + broken_reason_);
+  if (aborted_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (config_.region) {
     const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
-    if (word != 0 && (word & 0x80000000u) == 0) {
-      const std::string reason = config_.region->abort_reason();
-      fail(ErrorKind::aborted, "rank " + std::to_string(numbers_[word - 1]) +
-                                   " gave up: " + reason + " (" + place() + ")");
+    if (word != 0 && (word & kUnfinished) == 0) {
+      const std::string text = config_.region->abort_reason() + (" (" + place() + ")");
+      give_up(text);
+      // A death is a death for everybody; other reasons are the other rank's own.
+      const auto kind = static_cast<ErrorKind>(word >> kKindShift);
+      throw Error(kind == ErrorKind::peer_died ? kind : ErrorKind::aborted, text);
     }
   }
   if (config_.mpi) {
@@ -440,19 +458,27 @@ void Communicator::dispatch(const Call& call, const Options& options) {
       run_general(call, options, signature, hash);
   } catch (const Error& error) {
     if (gate_) gate_->end();
-    if (error.kind() != ErrorKind::mismatch && error.kind() != ErrorKind::unsupported)
-      give_up(error.what());
+    const bool before_data =
+        error.kind() == ErrorKind::mismatch || error.kind() == ErrorKind::unsupported;
+    if (!before_data) leave_path(error.kind(), error.what());
     throw;
-  } catch (const std::exception&
-               error) {  // a signal handler's exception, no memory: the ranks are out of step
+  } catch (const std::exception& error) {  // a signal handler's exception, no memory
     if (gate_) gate_->end();
-    give_up(error.what());
+    leave_path(ErrorKind::aborted, error.what());
     throw;
   }
 }
 
+// A call ended half-way: the ranks are out of step.
+void Communicator::leave_path(ErrorKind kind, const std::string& text) {
+  if (broken_) return;  // told already
+  give_up(text);
+  tell_peers(kind, text);
+}
+
 // The ranks are no longer in the same state: later calls raise.
 void Communicator::give_up(const std::string& reason) {
+  std::lock_guard lock(reason_mutex_);
   if (broken_) return;
   broken_reason_ = reason;
   broken_ = true;
@@ -624,8 +650,8 @@ void Communicator::run_general(const Call& call, const Options& options, const S
       plan = make();
     }
     engine_->run(*plan, call, tag);
-  } catch (const std::exception& error) {
-    give_up(error.what());
+  } catch (const Error& error) {
+    leave_path(error.kind(), error.what());
     throw;
   }
 }

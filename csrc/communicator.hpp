@@ -155,6 +155,9 @@ class Communicator : public Watch {
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
 
   void give_up(const std::string& reason);
+  void leave_path(ErrorKind kind, const std::string& text);
+  void tell_peers(ErrorKind kind, const std::string& text) noexcept;
+  std::string broken_reason() const;
   void execute(const Call& call, const Options& options);
   void dispatch(const Call& call, const Options& options);
   void run_general(const Call& call, const Options& options, const Signature& signature,
@@ -188,7 +191,8 @@ class Communicator : public Watch {
   std::uint64_t control_calls_ = 0;
   std::uint64_t calls_ = 0;
 
-  // The last call's signature: programs repeat calls, and hashing takes as long as a cache line takes to cross.
+  // The last call's signature: programs repeat calls, and hashing takes as long as a cache line
+  // takes to cross.
   struct Signed {
     int algorithm = kDefault - 1;
     Order order = Order::any;
@@ -215,6 +219,7 @@ class Communicator : public Watch {
   std::atomic<bool> closed_{false};
   std::atomic<bool> broken_{false};
   std::atomic<bool> aborted_{false};
+  mutable std::mutex reason_mutex_;
   std::string broken_reason_;
 
   std::mutex queue_mutex_;

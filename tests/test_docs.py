@@ -110,7 +110,7 @@ def test_python_block(block, tmp_path):
 # Options that make a measuring command short enough for a test.
 SHORT = {
     "bench": ["-e", "1K", "--seconds", "0.01"],
-    "compare": ["-e", "4K", "-f", "1024", "--seconds", "0.01"],
+    "compare": ["-e", "4K", "-f", "32", "--seconds", "0.01"],
 }
 
 

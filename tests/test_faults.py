@@ -91,7 +91,7 @@ def test_who_comes_after_the_deadline_is_told():
         return None
 
     gave_up, told = threading.Event(), threading.Event()
-    error, seconds = outcomes(2, body, timeout=3)[1]
+    error, seconds = outcomes(2, body, timeout=2.2)[1]
     assert isinstance(error, cc.AbortedError)
     assert "rank 0" in str(error)
     assert seconds < SOON
