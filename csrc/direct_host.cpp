@@ -44,6 +44,20 @@ void DirectHost::wait_counter(Counter RankArea::*counter, int q, std::uint64_t v
                 });
 }
 
+// Where rank q stages chunk `id`, and its lines of call `sequence`. With two ranks the memory changes hands every lap: a rank writes
+// where it read last, into lines that its core holds already. Otherwise each line crosses twice, once when the writer takes it back
+// from the reader and once when it is read. Measured between distant cores (exchange 120 ns): 16 KiB 3.5 -> 2.2 us, 1 MiB 108 -> 80 us.
+std::byte* DirectHost::stage(int q, std::uint64_t id) const {
+  Region& region = gate_.region();
+  const bool swapped = n_ == 2 && (id / region.shape().stage_depth & 1) != 0;
+  return region.stage(swapped ? 1 - q : q, id);
+}
+
+Line* DirectHost::lines_of(int q, std::uint64_t sequence) const {
+  const bool swapped = n_ == 2 && (sequence >> 1 & 1) != 0;
+  return area(swapped ? 1 - q : q).lines[sequence & 1];
+}
+
 // Until my staging slot for chunk `id` is free: every peer has drained the chunk that was in it.
 void DirectHost::wait_slot(std::uint64_t id) {
   const std::uint64_t depth = gate_.region().shape().stage_depth;
@@ -181,6 +195,8 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
   }
   gate_.announce(mine.token, mine.amount);
   gate_.meet(waiter_);
+  // Who has come here has drained all chunks of earlier calls.
+  drained_seen_ = std::max(drained_seen_, chunks_);
   bool agreed = mine.token != 0;
   std::uint64_t longest = mine.amount;
   for (int q = 0; q < n_; ++q) {
@@ -226,7 +242,7 @@ void DirectHost::lines(std::uint64_t hash) {
     default:
       bytes = largest_message();
   }
-  Line* mine = area(me_).lines[sequence & 1];
+  Line* mine = lines_of(me_, sequence);
   std::size_t at = 0;
   do {
     Line& line = *mine++;
@@ -293,7 +309,7 @@ void DirectHost::lines(std::uint64_t hash) {
 
 const Line& DirectHost::wait_line(int q, std::size_t index) {
   const std::uint64_t sequence = gate_.sequence();
-  const Line& line = area(q).lines[sequence & 1][index];
+  const Line& line = lines_of(q, sequence)[index];
   waiter_.until([&] { return line.sequence.load(std::memory_order_acquire) == sequence; },
                 [&] {
                   Where w;
@@ -358,7 +374,7 @@ DirectHost::Part DirectHost::outgoing(std::uint64_t k, int d) const {
 // Copies chunk k of what this rank tells the others into its staging slot.
 void DirectHost::fill(std::uint64_t k) {
   const Call& call = *call_;
-  std::byte* slot = gate_.region().stage(me_, chunks_ + k);
+  std::byte* slot = stage(me_, chunks_ + k);
   if (shape_ == Shape::shared) {
     std::size_t bytes = call.count * element_;
     if (call.collective == Collective::all_gather || call.collective == Collective::gather)
@@ -378,7 +394,7 @@ void DirectHost::fill(std::uint64_t k) {
 void DirectHost::drain(std::uint64_t k) {
   const Call& call = *call_;
   const std::uint64_t id = chunks_ + k;
-  const auto stage = [&](int q) -> const std::byte* { return gate_.region().stage(q, id); };
+  const auto staged = [&](int q) -> const std::byte* { return stage(q, id); };
   const std::byte* operands[kMaxLocal];
   switch (call.collective) {
     case Collective::reduce:
@@ -386,7 +402,7 @@ void DirectHost::drain(std::uint64_t k) {
       [[fallthrough]];
     case Collective::all_reduce: {
       const std::size_t part = clamped(call.count * element_, k * chunk_, chunk_);
-      for (int q = 0; q < n_; ++q) operands[q] = q == me_ ? call.input + k * chunk_ : stage(q);
+      for (int q = 0; q < n_; ++q) operands[q] = q == me_ ? call.input + k * chunk_ : staged(q);
       std::byte* out = call.output + k * chunk_;
       if (part != 0) combine(&out, 1, operands, n_, part / element_, nontemporal_);
       return;
@@ -394,14 +410,14 @@ void DirectHost::drain(std::uint64_t k) {
     case Collective::reduce_scatter: {
       const Part part = outgoing(k, me_);
       for (int q = 0; q < n_; ++q)
-        operands[q] = q == me_ ? call.input + part.offset : stage(q) + me_ * share_;
+        operands[q] = q == me_ ? call.input + part.offset : staged(q) + me_ * share_;
       std::byte* out = call.output + k * share_;
       if (part.bytes != 0) combine(&out, 1, operands, n_, part.bytes / element_, nontemporal_);
       return;
     }
     case Collective::broadcast: {
       const std::size_t part = clamped(call.count * element_, k * chunk_, chunk_);
-      const std::byte* source = me_ == call.root ? call.input + k * chunk_ : stage(call.root);
+      const std::byte* source = me_ == call.root ? call.input + k * chunk_ : staged(call.root);
       std::byte* target = call.output + k * chunk_;
       if (part != 0 && source != target) copy_bytes(target, source, part, nontemporal_);
       return;
@@ -413,7 +429,7 @@ void DirectHost::drain(std::uint64_t k) {
       for (int d = 0; d < n_; ++d) {
         const int q = (me_ + d) % n_;
         const std::size_t part = clamped(call.out.length(q) * element_, k * chunk_, chunk_);
-        const std::byte* source = q == me_ ? call.input + k * chunk_ : stage(q);
+        const std::byte* source = q == me_ ? call.input + k * chunk_ : staged(q);
         std::byte* target = call.output + call.out.offset(q) * element_ + k * chunk_;
         if (part != 0 && source != target) copy_bytes(target, source, part, nontemporal_);
       }
@@ -421,7 +437,7 @@ void DirectHost::drain(std::uint64_t k) {
     case Collective::scatter: {
       const Part part = outgoing(k, me_);
       const std::byte* source =
-          me_ == call.root ? call.input + part.offset : stage(call.root) + me_ * share_;
+          me_ == call.root ? call.input + part.offset : staged(call.root) + me_ * share_;
       std::byte* target = call.output + k * share_;
       if (part.bytes != 0 && source != target) copy_bytes(target, source, part.bytes, nontemporal_);
       return;
@@ -431,7 +447,7 @@ void DirectHost::drain(std::uint64_t k) {
         const int q = (me_ + d) % n_;
         const std::size_t part = clamped(call.out.length(q) * element_, k * share_, share_);
         const std::byte* source =
-            q == me_ ? call.input + outgoing(k, me_).offset : stage(q) + me_ * share_;
+            q == me_ ? call.input + outgoing(k, me_).offset : staged(q) + me_ * share_;
         std::byte* target = call.output + call.out.offset(q) * element_ + k * share_;
         if (part != 0 && source != target) copy_bytes(target, source, part, nontemporal_);
       }
@@ -488,7 +504,7 @@ void DirectHost::two_phase(std::uint64_t chunks) {
     for (int d = 0; d < n_; ++d) {
       const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
       operands[q] =
-          q == me_ ? call.input + part.offset : region.stage(q, chunks_ + k) + me_ * share_;
+          q == me_ ? call.input + part.offset : stage(q, chunks_ + k) + me_ * share_;
       if (q == me_) continue;
       if (k != 0 || gate_.arrival(q).token != 0)
         wait_counter(&RankArea::published, q, chunks_ + k + 1, "staged data");

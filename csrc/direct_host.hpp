@@ -77,6 +77,8 @@ class DirectHost {
   const Line& wait_line(int q, std::size_t index);
   const std::byte* read_lines(int q, std::size_t offset, std::size_t bytes);
 
+  std::byte* stage(int q, std::uint64_t id) const;
+  Line* lines_of(int q, std::uint64_t sequence) const;
   bool publishes(int q) const;
   Part share(std::uint64_t k, int o) const;
   Part outgoing(std::uint64_t k, int d) const;

@@ -1,4 +1,4 @@
-// Dispatch for reduce.hpp, and its portable kernels: 16-byte vectors in plain C++ (SSE2, NEON, or scalars).
+// Dispatch for reduce.hpp, and its portable kernels: 16-byte vectors in plain C++.
 #include "reduce.hpp"
 
 #include <atomic>
@@ -34,8 +34,9 @@ struct Simd {
   static constexpr int kBytes = 16;
   static constexpr int kAccumulators = 4;
 
-  // Which operand's NaN a sum returns depends on how the compiler placed the operands, and on the CPU; so NaNs are put in
-  // by hand: the first operand's, else the second's, else (inf - inf, 0 * inf) the default one of x86.
+  // Which operand's NaN a sum returns depends on how the compiler placed the operands, and on the
+  // CPU; so NaNs are put in by hand: the first operand's, else the second's, else (inf - inf, 0 *
+  // inf) the default one of x86.
   template <class V>
   static SIMD_INLINE V with_first_nan(V result, V a, V b) {
     using Element = std::remove_reference_t<decltype(result[0])>;
@@ -99,11 +100,12 @@ struct Simd {
     constexpr std::uint32_t kRebias = (127 - 15) << 23;
     const Bits magnitude = (half & 0x7fffu) << 13;
     const Bits normal = magnitude + kRebias;
-    // 0.m · 2^-14 as 1.m · 2^-14 - 2^-14: exact, and no float32 subnormal arises, which would be slow.
+    // 0.m · 2^-14 as 1.m · 2^-14 - 2^-14: exact, and no float32 subnormal arises, which would be
+    // slow.
     const Bits subnormal =
         (Bits)((Vec<float>)(magnitude + (kRebias + (1u << 23))) - (Vec<float>{} + 0x1p-14f));
-    const Bits special = (magnitude | 0x7f800000u) |
-                         (magnitude > (31u << 23) ? Bits{} + 0x00400000u : Bits{});
+    const Bits special =
+        (magnitude | 0x7f800000u) | (magnitude > (31u << 23) ? Bits{} + 0x00400000u : Bits{});
     const Bits finite = magnitude < (1u << 23) ? subnormal : normal;
     const Bits bits = magnitude >= (31u << 23) ? special : finite;
     return (Vec<float>)(bits | ((half & 0x8000u) << 16));
@@ -112,7 +114,8 @@ struct Simd {
     constexpr std::uint32_t kRebias = (127 - 15) << 23;
     const Bits magnitude = (Bits)value & 0x7fffffffu;
     const Bits normal = (magnitude + (((magnitude >> 13) & 1u) + 0xfffu) - kRebias) >> 13;
-    // Adding 2^23 smallest float16 subnormals makes them the unit of the last place: the hardware rounds.
+    // Adding 2^23 smallest float16 subnormals makes them the unit of the last place: the hardware
+    // rounds.
     const Vec<float> unit = Vec<float>{} + 0.5f;
     const Bits subnormal = (Bits)((Vec<float>)magnitude + unit) - (Bits)unit;
     const Bits finite = magnitude < std::uint32_t((127 - 14) << 23) ? subnormal : normal;
@@ -220,8 +223,8 @@ void in_standard_float_mode(ReduceFn kernel, void* const* dsts, int ndst, const 
   kernel(dsts, ndst, srcs, nsrc, count, finish);
 }
 
-void in_standard_float_mode(ScaleFn kernel, void* dst, const void* src, std::size_t count, double re,
-                            double im) {
+void in_standard_float_mode(ScaleFn kernel, void* dst, const void* src, std::size_t count,
+                            double re, double im) {
   const StandardFloatMode mode;
   kernel(dst, src, count, re, im);
 }
@@ -252,7 +255,8 @@ void copy_bytes(void* dst, const void* src, std::size_t bytes, bool nontemporal)
   }
 }
 
-void copy_to_all(void* const* dsts, int ndst, const void* src, std::size_t bytes, bool nontemporal) {
+void copy_to_all(void* const* dsts, int ndst, const void* src, std::size_t bytes,
+                 bool nontemporal) {
   for (int d = 0; d < ndst; ++d) copy_bytes(dsts[d], src, bytes, nontemporal);
 }
 

@@ -15,11 +15,11 @@ template <class T>
 using Vec = typename VectorOf<T, 32>::type;
 
 // Not intrinsics: compilers know that sums commute, and may swap the operands of _mm256_add_ps.
-#define SIMD_BINARY(name, type, instruction)                          \
-  static SIMD_INLINE Vec<type> name(Vec<type> a, Vec<type> b) {       \
-    Vec<type> result;                                                 \
-    asm(instruction " %2, %1, %0" : "=x"(result) : "x"(a), "x"(b));   \
-    return result;                                                    \
+#define SIMD_BINARY(name, type, instruction)                        \
+  static SIMD_INLINE Vec<type> name(Vec<type> a, Vec<type> b) {     \
+    Vec<type> result;                                               \
+    asm(instruction " %2, %1, %0" : "=x"(result) : "x"(a), "x"(b)); \
+    return result;                                                  \
   }
 
 // Read from 8 - n on: n lanes of all ones, then zeros.
@@ -27,7 +27,7 @@ alignas(32) constexpr std::int32_t kLaneMasks[16] = {-1, -1, -1, -1, -1, -1, -1,
 
 struct Simd {
   static constexpr int kBytes = 32;
-  static constexpr int kAccumulators = 8;  // hides the latency of the adds, fits 16 registers
+  static constexpr int kAccumulators = 8;
 
   SIMD_BINARY(add, float, "vaddps")
   SIMD_BINARY(add, double, "vaddpd")
@@ -114,8 +114,8 @@ namespace collectives {
 
 namespace {
 
-// CPUID by hand for two of them: clang 14 does not know __builtin_cpu_supports("f16c"). Every CPU with AVX2 that was
-// built has both, but emulators and masked virtual machines differ.
+// CPUID by hand for two of them: clang 14 does not know __builtin_cpu_supports("f16c"). Every CPU
+// with AVX2 that was built has both, but emulators and masked virtual machines differ.
 bool cpu_has_all() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -126,7 +126,8 @@ bool cpu_has_all() {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const bool supported = cpu_has_all();  // once: a virtual machine traps CPUID, which takes 20 us
+  // Once: in a virtual machine CPUID traps, which takes tens of microseconds.
+  static const bool supported = cpu_has_all();
   return supported ? &kKernels : nullptr;
 }
 

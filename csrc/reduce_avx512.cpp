@@ -1,4 +1,4 @@
-// The kernels of reduce.hpp for CPUs with AVX-512 F, BW, DQ and VL (Intel since 2017, AMD since 2022).
+// The kernels of reduce.hpp for CPUs with AVX-512 F, BW, DQ, VL (Intel from 2017, AMD from 2022).
 #include "reduce_levels.hpp"
 
 #if defined(__x86_64__)
@@ -14,15 +14,15 @@ template <class T>
 using Vec = typename VectorOf<T, 64>::type;
 
 // Not intrinsics: compilers know that sums commute, and may swap the operands of _mm512_add_ps.
-#define SIMD_BINARY(name, type, instruction)                          \
-  static SIMD_INLINE Vec<type> name(Vec<type> a, Vec<type> b) {       \
-    Vec<type> result;                                                 \
-    asm(instruction " %2, %1, %0" : "=v"(result) : "v"(a), "v"(b));   \
-    return result;                                                    \
+#define SIMD_BINARY(name, type, instruction)                        \
+  static SIMD_INLINE Vec<type> name(Vec<type> a, Vec<type> b) {     \
+    Vec<type> result;                                               \
+    asm(instruction " %2, %1, %0" : "=v"(result) : "v"(a), "v"(b)); \
+    return result;                                                  \
   }
 
-// Intrinsics with a full mask compile to the plain instructions. The forms without one make GCC warn of uninitialised
-// variables in its own header (bug 105593).
+// Intrinsics with a full mask compile to the plain instructions. The forms without one make GCC
+// warn of uninitialised variables in its own header (bug 105593).
 constexpr __mmask16 kAll = 0xffff;
 constexpr __mmask8 kAllDoubles = 0xff;
 
@@ -67,13 +67,18 @@ struct Simd {
   static SIMD_INLINE void widen_float16(Vec<std::uint16_t> half, Vec<float>& low,
                                         Vec<float>& high) {
     const __m512i bits = (__m512i)half;
-    low = (Vec<float>)_mm512_maskz_cvtph_ps(kAll, _mm512_maskz_extracti64x4_epi64(kAllDoubles, bits, 0));
-    high = (Vec<float>)_mm512_maskz_cvtph_ps(kAll, _mm512_maskz_extracti64x4_epi64(kAllDoubles, bits, 1));
+    low = (Vec<float>)_mm512_maskz_cvtph_ps(kAll,
+                                            _mm512_maskz_extracti64x4_epi64(kAllDoubles, bits, 0));
+    high = (Vec<float>)_mm512_maskz_cvtph_ps(kAll,
+                                             _mm512_maskz_extracti64x4_epi64(kAllDoubles, bits, 1));
   }
   static SIMD_INLINE Vec<std::uint16_t> narrow_float16(Vec<float> low, Vec<float> high) {
-    const __m256i l = _mm512_maskz_cvtps_ph(kAll, (__m512)low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256i h = _mm512_maskz_cvtps_ph(kAll, (__m512)high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (Vec<std::uint16_t>)_mm512_maskz_inserti64x4(kAllDoubles, _mm512_castsi256_si512(l), h, 1);
+    const __m256i l =
+        _mm512_maskz_cvtps_ph(kAll, (__m512)low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256i h =
+        _mm512_maskz_cvtps_ph(kAll, (__m512)high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (Vec<std::uint16_t>)_mm512_maskz_inserti64x4(kAllDoubles, _mm512_castsi256_si512(l), h,
+                                                        1);
   }
 
   static SIMD_INLINE __mmask64 first(std::size_t bytes) {

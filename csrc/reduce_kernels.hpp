@@ -3,21 +3,26 @@
 // The including file defines, in collectives::(anonymous), vectors and primitives:
 //   template <class T> using Vec        a vector of T
 //   struct Simd {
-//     kBytes                            size of a vector
-//     kAccumulators                     vectors of partial results that a block keeps in registers
-//     add, sub, mul, div                on Vec<float>, Vec<double>; where both operands are NaN, the first one's payload
-//     duplicate_even, duplicate_odd, swap_pairs, sub_add   what complex products need; sub_add: a-b at even, a+b at odd
-//     widen_float16, narrow_float16     Vec<uint16_t> <-> two Vec<float>, in any arrangement of elements
-//     load_partial<T>, store_partial<T> the first 0 < bytes < kBytes bytes, whole elements of type T; the rest reads zero
-//     stream                            a store to an aligned address that bypasses the caches
+//     kBytes           size of a vector
+//     kAccumulators    vectors of partial results that a block keeps in registers
+//     add, sub, mul, div                on Vec<float> and Vec<double>; of two NaNs the first one
+//                                       survives, quieted
+//     duplicate_even, duplicate_odd, swap_pairs, sub_add   what complex products need;
+//                                       sub_add is a - b at even places, a + b at odd ones
+//     widen_float16, narrow_float16     Vec<uint16_t> to two Vec<float> and back, with the elements
+//                                       in any arrangement
+//     load_partial<T>, store_partial<T> the first 0 < bytes < kBytes bytes, whole elements of type
+//                                       T; the rest reads as zero and is not written
+//     stream           a store to an aligned address that bypasses the caches
 //   }
-// and includes this file once. Compilers may swap the operands of a + b, which decides whose NaN survives;
-// that is why float arithmetic goes through Simd. All else uses the compilers' vector operators.
+// and includes this file once. Compilers may swap the operands of a + b, which decides whose NaN
+// survives; that is why float arithmetic goes through Simd. All else uses the compilers' vector
+// operators.
 //
-// Every element goes through the same vector code wherever it lies: the head before an aligned address and
-// the tail are loaded partially into full vectors. A block keeps its accumulators in registers while it walks
-// over all sources, so narrow floats are rounded once and each operand is read once. Cost: nsrc reads
-// and ndst writes of memory; a few nanoseconds of overhead.
+// Every element goes through the same vector code wherever it lies: the head before an aligned
+// address and the tail are loaded partially into full vectors. A block keeps its accumulators in
+// registers while it walks over all sources, so narrow floats are rounded once and each operand is
+// read once. Cost: nsrc reads and ndst writes of memory; a few nanoseconds of overhead.
 #pragma once
 
 #include "reduce_levels.hpp"
@@ -25,7 +30,7 @@
 namespace collectives {
 namespace {
 
-// ---- Formats: how elements lie in memory, and the parts (full vectors) that are computed with ----
+// ---- Formats: how elements lie in memory, and the parts (full vectors) to compute with ----
 
 SIMD_INLINE Vec<Byte> load(const Byte* p) {
   Vec<Byte> raw;
@@ -91,17 +96,19 @@ struct Bfloat16 {
   static SIMD_INLINE Vec<Byte> narrow(const Vec<float> (&parts)[2]) {
     return (Vec<Byte>)((round(parts[0]) >> 16) | (round(parts[1]) & 0xffff0000u));
   }
-  // To nearest even in the upper 16 bits; NaNs keep theirs, made quiet.
+  // To nearest even in the upper 16 bits. NaNs keep theirs: the arithmetic before has made them
+  // quiet.
   static SIMD_INLINE Bits round(Vec<float> value) {
     const Bits bits = (Bits)value;
     const Bits rounded = bits + (((bits >> 16) & 1u) + 0x7fffu);
-    return value != value ? bits | 0x00400000u : rounded;
+    return value != value ? bits : rounded;
   }
 };
 
-// |value| rounded to nearest even to `kMantissa` bits after the leading one, but never finer than float16's smallest
-// normal number allows (exponent -14). Adding 2^23 units of the last place leaves no room for less than one, and the
-// hardware rounds. Values of 2^16 and more only need to stay that large: all overflow.
+// |value| rounded to nearest even to `kMantissa` bits after the leading one, but never finer than
+// float16's smallest normal number allows (exponent -14). Adding 2^23 units of the last place
+// leaves no room for less than one, and the hardware rounds. Values of 2^16 and more only need to
+// stay that large: all overflow.
 template <int kMantissa>
 SIMD_INLINE Vec<float> round_to_mantissa(Vec<float> value) {
   using Bits = Vec<std::int32_t>;
@@ -138,8 +145,9 @@ struct Float8E5M2 {
   }
 };
 
-// Sign, 4 exponent bits, 3 of mantissa; S1111111 is NaN and there are no infinities: overflow gives NaN. With the
-// exponent put where float16 has its lower four, a value reads as float16 2^-8 times too small, exactly.
+// Sign, 4 exponent bits, 3 of mantissa; S1111111 is NaN and there are no infinities: overflow gives
+// NaN. With the exponent put where float16 has its lower four, a value reads as float16 2^-8 times
+// too small, exactly.
 struct Float8E4M3 {
   using Element = std::uint8_t;
   using Part = float;
@@ -251,7 +259,8 @@ struct Xor {
   }
 };
 
-// (a.re b.re - a.im b.im, a.re b.im + a.im b.re), each product and sum rounded; parts hold re, im, re, im, ...
+// (a.re b.re - a.im b.im, a.re b.im + a.im b.re), each product and sum rounded; parts hold re, im,
+// re, im, ...
 struct ComplexProd {
   template <class T>
   static SIMD_INLINE void combine(Vec<T>& a, const Vec<T>& b, T) {
@@ -292,8 +301,9 @@ struct ComplexMultiplyBy {
 
 // ---- Loops ----
 
-// The first N pointers of an array, held in registers; N = 0: the array itself, for counts known at run time.
-// (Stores of bytes may alias the caller's array, so a compiler reloads from it after each of them.)
+// The first N pointers of an array, held in registers; N = 0: the array itself, for counts known at
+// run time. (Stores of bytes may alias the caller's array, so a compiler reloads from it after each
+// of them.)
 template <class P, int N>
 struct Pointers {
   P held[N];
@@ -342,9 +352,10 @@ struct Loop {
   using Part = typename Format::Part;
   using Parts = Vec<Part>[Format::kParts];
   static constexpr std::size_t kV = Simd::kBytes;
-  // Vectors in a block.
+  // Vectors in a block: more hide latencies better, until registers run out.
   static constexpr int kBlock = Simd::kAccumulators / Format::kParts;
-  // From here on a store that splits a cache line costs more than stepping to an aligned address first.
+  // From here on a store that splits a cache line costs more than stepping to an aligned address
+  // first.
   static constexpr std::size_t kAlignFrom = 16 * kV;
 
   Pointers<const Byte*, kSrc> srcs;
@@ -429,10 +440,11 @@ struct Loop {
   }
 };
 
-// Sums, which are nearly all that is reduced, have loops of their own for the numbers of buffers that two ranks need.
+// Sums, which are nearly all that is reduced, have loops of their own for the numbers of buffers
+// that two ranks need. (The same for every op and format would treble the compile time.)
 template <class Format, class Op, class Post>
 SIMD_INLINE void run(const Buffers& b, const Post& post) {
-  if constexpr (__is_same(Op, Sum)) {
+  if constexpr (std::is_same_v<Op, Sum>) {
     if (b.nsrc == 2 && b.ndst == 1) return Loop<Format, Op, Post, 2, 1>::run(b, post);
     if (b.nsrc == 2 && b.ndst == 2) return Loop<Format, Op, Post, 2, 2>::run(b, post);
   }
@@ -444,15 +456,15 @@ SIMD_INLINE void run(const Buffers& b, const Post& post) {
 template <class Format, class Op>
 void reduce(void* const* dsts, int ndst, const void* const* srcs, int nsrc, std::size_t count,
             const Finish& finish) {
-  constexpr bool kDivides = Format::kIsFloat && __is_same(Op, Sum);
+  constexpr bool kDivides = Format::kIsFloat && std::is_same_v<Op, Sum>;
   if constexpr (Format::kIsFloat) {
     if (__builtin_expect(!float_mode_is_standard(), 0)) {
       in_standard_float_mode(&reduce<Format, Op>, dsts, ndst, srcs, nsrc, count, finish);
       return;
     }
   }
-  const Buffers b{dsts, ndst, srcs, nsrc, count * sizeof(typename Format::Element),
-                  finish.nontemporal};
+  const Buffers b{
+      dsts, ndst, srcs, nsrc, count * sizeof(typename Format::Element), finish.nontemporal};
   const bool divide = kDivides && finish.divisor != 1;
   if (nsrc == 1 && !divide) {
     copy_to_all(dsts, ndst, srcs[0], b.bytes, b.nontemporal);
@@ -466,7 +478,8 @@ void reduce(void* const* dsts, int ndst, const void* const* srcs, int nsrc, std:
   }
 }
 
-// A kernel on elements `k` times smaller: a complex sum is a sum of floats, a bitwise op one of bytes.
+// A kernel on elements `k` times smaller: a complex sum is a sum of floats, a bitwise op one of
+// bytes.
 template <ReduceFn kernel, int k>
 void in_units(void* const* dsts, int ndst, const void* const* srcs, int nsrc, std::size_t count,
               const Finish& finish) {
@@ -497,7 +510,9 @@ void scale_complex(void* dst, const void* src, std::size_t count, double re, dou
   }
   using Post = ComplexMultiplyBy<T>;
   Vec<T> factor;
-  for (std::size_t i = 0; i < sizeof factor / sizeof(T); ++i) factor[i] = static_cast<T>(i % 2 ? im : re);
+  for (std::size_t i = 0; i < sizeof factor / sizeof(T); ++i) {
+    factor[i] = static_cast<T>(i % 2 ? im : re);
+  }
   const Buffers b{&dst, 1, &src, 1, count * 2 * sizeof(T), false};
   Loop<Plain<T>, Sum, Post, 1, 1>::run(b, Post{factor});
 }

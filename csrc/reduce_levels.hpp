@@ -1,14 +1,16 @@
 // What the instruction-set levels of reduce.hpp share: the table that each fills, and vector types.
 //
-// A level is one translation unit (reduce.cpp: portable, reduce_avx2.cpp, reduce_avx512.cpp). It defines a
-// struct Simd of primitives and includes reduce_kernels.hpp, which makes every kernel out of them. The AVX
-// levels switch their instruction set on in the source, between SIMD_TARGET_BEGIN and SIMD_TARGET_END, so no
-// file needs compiler flags of its own. Everything between the two has internal linkage and no header is
-// included there, so the linker can never pick AVX code for a function that other files share.
+// A level is one translation unit (reduce.cpp: portable, reduce_avx2.cpp, reduce_avx512.cpp). It
+// defines a struct Simd of primitives and includes reduce_kernels.hpp, which makes every kernel out
+// of them. The AVX levels switch their instruction set on in the source, between SIMD_TARGET_BEGIN
+// and SIMD_TARGET_END, so no file needs compiler flags of its own. Everything between the two has
+// internal linkage and no header is included there, so the linker can never pick AVX code for a
+// function that other files share.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -53,14 +55,15 @@ const Kernels* avx512_kernels();
 // One source and nothing to do to it: copies it to every destination, bit for bit.
 void copy_to_all(void* const* dsts, int ndst, const void* src, std::size_t bytes, bool nontemporal);
 
-// The bits of a result must not depend on the floating-point mode of the calling thread (torch.set_flush_denormal,
-// or a library built with -ffast-math, sets flush-to-zero; feenableexcept unmasks traps). Kernels on floats
-// look, which costs about a nanosecond, and where it is not the standard mode run themselves again inside
-// in_standard_float_mode, which sets it and puts the thread's own back.
+// The bits of a result must not depend on the floating-point mode of the calling thread
+// (torch.set_flush_denormal, or a library built with -ffast-math, sets flush-to-zero;
+// feenableexcept unmasks traps). Kernels on floats look, which costs about a nanosecond, and where
+// it is not the standard mode run themselves again inside in_standard_float_mode, which sets it and
+// puts the thread's own back.
 void in_standard_float_mode(ReduceFn kernel, void* const* dsts, int ndst, const void* const* srcs,
                             int nsrc, std::size_t count, const Finish& finish);
-void in_standard_float_mode(ScaleFn kernel, void* dst, const void* src, std::size_t count, double re,
-                            double im);
+void in_standard_float_mode(ScaleFn kernel, void* dst, const void* src, std::size_t count,
+                            double re, double im);
 
 namespace {
 

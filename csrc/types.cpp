@@ -39,7 +39,7 @@ constexpr std::array<DtypeTraits, kDtypeCount> kDtypes = {{
     {"complex128", 16, Kind::complex},
 }};
 
-constexpr std::array<std::string_view, kOpCount> kOps = {"sum", "avg", "prod", "min",       "max",
+constexpr std::array<std::string_view, kOpCount> kOps = {"sum",  "avg", "prod", "min",       "max",
                                                          "band", "bor", "bxor", "premul_sum"};
 
 constexpr std::array<std::string_view, kCollectiveCount> kCollectives = {
@@ -151,7 +151,8 @@ std::string nearest_name(std::string_view name, const std::vector<std::string>& 
   for (const std::string& candidate : known) {
     const std::size_t distance = edit_distance(name, candidate);
     const std::size_t longest = std::max(name.size(), candidate.size());
-    // A third of the letters wrong is still a typo; more is another word, unless letters are only missing.
+    // A third of the letters wrong is still a typo; more is another word, unless letters are only
+    // missing.
     const std::size_t limit = std::max<std::size_t>(1, longest / 3);
     if (distance >= longest || (distance > limit && !abbreviates(name, candidate))) continue;
     if (best.empty() || distance < best_distance) {

@@ -13,12 +13,14 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def run(script: str, ranks: int, seconds: float = 90) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, ranks: int, seconds: float = 90, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """An example on `ranks` ranks."""
     launcher = ["-m", "collectives", "run", "-n", str(ranks)] if ranks > 1 else []
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
     return subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / script)],
+        [sys.executable, *launcher, str(EXAMPLES / script), *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -57,3 +59,19 @@ def test_digits_fails_when_the_gradient_is_wrong(tmp_path):
 def test_example(script, ranks):
     done = run(script, ranks)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    """All of `make demo`, with 2 ranks only."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    done = run("demo.py", 1, 110, "--ranks", "2", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert tmp_path / "shm-2-ranks.png" in pictures
+    assert ("MPI was left out" in done.stdout) == (len(pictures) == 1)
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+        assert str(picture) in done.stdout
+    assert "is the fastest" in done.stdout and "good: due are" in done.stdout

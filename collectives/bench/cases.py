@@ -267,7 +267,8 @@ def contribution(case: Case, rank: int) -> np.ndarray[Any, Any]:
     limit = exact // 2 if op == "premul_sum" else exact
     high = min(_LARGEST, limit // case.size if adds else limit)
     if high < 1:  # more ranks than the dtype can count: as many as it can have a one at each place
-        return ((place + rank) % case.size < limit).astype(dtype)
+        here = (place + rank) % case.size < limit
+        return (here & (rng.integers(0, 2, PERIOD) == 1)).astype(dtype)
     values = rng.integers(-high if signed else 0, high + 1, PERIOD).astype(np.float64)
     if dtype.kind == "c":
         return (values + 1j * rng.integers(-high, high + 1, PERIOD)).astype(dtype)

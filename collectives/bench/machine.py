@@ -43,9 +43,13 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def cores(comm: Communicator) -> int:
+    """Cores that the ranks of this node may use, all together: launchers may bind each to its own.
+    Collective.
+    """
+    mine = json.dumps([comm.node, sorted(os.sched_getaffinity(0))]).encode()
+    answers = [json.loads(b) for b in comm._bootstrap.all_gather(mine)]
+    return len({core for node, found in answers if node == comm.node for core in found})
 
 
 def memory_bytes() -> int:
@@ -164,7 +168,7 @@ def header(comm: Communicator, command: str) -> dict[str, Any]:
     return {
         "machine": {
             "cpu": cpu_model(),
-            "cores": cores(),
+            "cores": cores(comm),
             "memory_bytes": memory_bytes(),
             "page_bytes": page_bytes(),
             "huge_pages": huge_pages(),
@@ -175,6 +179,20 @@ def header(comm: Communicator, command: str) -> dict[str, Any]:
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def warnings(comm: Communicator, cores: int) -> list[str]:
+    """What makes the times of a run mean less than they seem to, in words."""
+    found = []
+    load = os.getloadavg()[0]
+    if load > 0.75 * cores:
+        found.append(
+            f"the load of this host was {load:.1f} on {cores} cores before: others use it, and "
+            "times may be many times too long"
+        )
+    if comm.local_size > cores:
+        found.append(f"{comm.local_size} ranks of this node share {cores} cores")
+    return found
 
 
 def _lines(path: str) -> list[str]:

@@ -41,6 +41,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.comm)
+        self.cores = cores(self.comm)
         self.buffers = Buffers(self.comm, self.capacity, symmetric=self.symmetric)
         self._ordinary = self.buffers
         self.last = np.zeros(self.comm.size, np.int64)  # calls that each rank ended last
@@ -117,7 +118,7 @@ class Bench:
             comm.nodes,
             comm.transports,
             root=case.root,
-            cores=cores(),
+            cores=self.cores,
         )
         self.last += ours.last
         algbw = bandwidth(nbytes, ours.median)

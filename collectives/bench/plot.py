@@ -40,7 +40,7 @@ def plot(results: Curves, path: str, subtitle: str = "") -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     case = results.case
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
@@ -50,6 +50,9 @@ def plot(results: Curves, path: str, subtitle: str = "") -> None:
         busbw = [bandwidth(x, s) * factor for x, s in zip(xs, seconds, strict=True)]
         right.plot(xs, busbw, label=name, **style)
     left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    left.yaxis.set_minor_formatter(NullFormatter())
     left.set_ylabel("time of a call, µs")
     right.set_ylabel("bus bandwidth, GB/s")
     right.set_ylim(bottom=0)

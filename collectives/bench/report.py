@@ -93,9 +93,10 @@ class Table:
         self._groups = list(groups)
 
     def header(self) -> str:
-        """Two lines, three with groups."""
+        """Titles; below them units and above them groups, if there are any."""
         lines = [self._line([c.title for c in self._columns])]
-        lines.append(self._line([c.unit for c in self._columns]))
+        if any(c.unit for c in self._columns):
+            lines.append(self._line([c.unit for c in self._columns]))
         if self._groups:
             parts, at = [], 0
             for title, columns in self._groups:

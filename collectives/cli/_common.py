@@ -126,6 +126,13 @@ def import_algorithms(names: Iterable[str]) -> None:
             raise ConfigError(f"--import {name}: it does not load ({words})") from error
 
 
+def check_writable(*paths: str | None) -> None:
+    """Raises OSError, before any work is done, if one of the files cannot be written by rank 0."""
+    for path in paths:
+        if path and rank_hint() == 0:
+            open(path, "ab").close()
+
+
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """Errors inside are equal on all ranks, so that one of them tells is enough."""

@@ -123,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if args.in_place and args.out_of_place:
         raise ConfigError("--in-place and --out-of-place leave nothing; both is what comes without")
     sizes(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
-    if args.json:
-        open(args.json, "a", encoding="utf-8").close()  # better now than after the run
+    _common.check_writable(args.json)
     return _ranks.with_ranks(args, "bench", lambda comm: _measure(comm, args))
 
 
@@ -266,6 +265,8 @@ def _print_header(comm: Communicator, args: argparse.Namespace, header: dict[str
     print(f"# {comm.size} ranks on {nodes} node{'s' * (nodes > 1)}, transport {comm.transports}")
     for line in report.describe(header):
         print(f"# {line}")
+    for line in machine.warnings(comm, header["machine"]["cores"]):
+        print(f"# note: {line}")
     loops = "Python" if args.python else "C++"
     memory = "symmetric" if args.symmetric else "ordinary"
     print(f"# loops in {loops}, {memory} arrays, inputs rewritten between calls")

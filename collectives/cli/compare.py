@@ -106,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
     sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
     if args.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
-    for path in filter(None, (args.json, args.png)):
-        open(path, "ab").close()  # better now than after the run
+    if args.png and args.collective == "barrier":
+        raise ConfigError("--png draws times over sizes; a barrier has none")
+    _common.check_writable(args.json, args.png)
     return _ranks.with_ranks(args, "compare", lambda comm: _compare(comm, args))
 
 
@@ -174,7 +175,8 @@ def _measure(
             f"# {case.collective} of {case.dtype}, {comm.size} ranks on {nodes} "
             f"node{'s' * (nodes > 1)}, transport {comm.transports}"
         )
-        for line in [*report.describe(header), *key]:
+        notes = machine.warnings(comm, header["machine"]["cores"])
+        for line in [*report.describe(header), *(f"note: {n}" for n in notes), *key]:
             print(f"# {line}")
         print(f"# times in us, * the fastest\n{table.header()}")
     progress = Progress(len(elements) * len(algorithms), shown=printing)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 
+from ..bench import machine
 from ..bench.cases import Case, places
-from ..bench.machine import cores
 from ..bench.measuring import Bench, candidates, check_case
 from ..bench.timing import Effort, take_turns
 from ..communicator import Communicator
@@ -125,6 +125,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
         for name, sample in zip(names, samples, strict=True)
         if sample is not None
     }
+    cores = machine.cores(comm)
     if comm.rank == 0:
         print(
             explain(
@@ -134,7 +135,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
                 one_region="mpi" not in comm.transports,
                 tuner=comm._tuner,
                 transport=comm.transports if comm.size > 1 else None,
-                cores=cores(),
+                cores=cores,
                 measured=measured,
             )
         )

@@ -15,7 +15,7 @@ from ..bench import machine
 from ..bootstrap import host_key
 from ..communicator import Communicator
 from ..config import VARIABLES, Settings
-from ..tuning import host_tuning, region_sizes
+from ..tuning import region_sizes
 from . import _common, _ranks
 
 EXAMPLES = """\
@@ -64,7 +64,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "fallback": comm.fallback,
         "cpu": {
             "model": machine.cpu_model(),
-            "cores": machine.cores(),
+            "cores": machine.cores(comm),
             "simd": _core.simd_level(),
             "memory_bytes": machine.memory_bytes(),
             "page_bytes": machine.page_bytes(),
@@ -78,7 +78,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "symmetric_memory": _symmetric(comm),
         "limits": {
             "timeout_s": comm._bootstrap.timeout,
-            "message_in_flag_lines_bytes": host_tuning(comm.local_size).lines_max,
+            "message_in_flag_lines_bytes": comm._tuning.lines_max,
             "tag_max": (1 << 32) - 1,
             "elements_max": (1 << 63) - 1,
             "dtypes": list(_core.dtypes),

@@ -69,6 +69,14 @@ def candidates(
     )
 
 
+_BARRIER = (
+    "runs     no algorithm",
+    "why      the check that all ranks have entered the same call is a barrier already",
+    "",
+    "What others take, where algorithm= asks for them:",
+)
+
+
 def explain(
     collective: str,
     nbytes: int,
@@ -95,6 +103,7 @@ def explain(
     if transport is None:
         alone = len(set(nodes)) == n
         transport = "shm" if one_region else "mpi" if alone else "shm+mpi"
+    forced = any(rule.collective == collective for rule in tuner.rules)
     choice = tuner.choose(collective, nbytes)
     lines = [f"{collective} of {_size(nbytes)}, {_ranks(nodes)}, over {transport}", ""]
     if n == 1:
@@ -102,6 +111,8 @@ def explain(
     found = candidates(
         collective, nbytes, nodes, transport, tuner=tuner, cores=cores, measured=measured
     )
+    if collective == "barrier" and not forced:
+        return "\n".join([*lines, *_BARRIER, "", *_ranking(found, "", measured is not None)])
     mine = next((c for c in found if c.algorithm == choice), None)
     if mine is None:
         raise UnsupportedError(f"{choice} cannot do {collective} with these {n} ranks")
@@ -118,10 +129,10 @@ def explain(
     known = fastest.measured if measured else fastest.predicted
     own = mine.measured if measured else mine.predicted
     if fastest.algorithm != choice and known and own and own > 1.1 * known:
-        word = "was measured" if measured else "is predicted"
+        how = "as measured" if measured else "as predicted; what is chosen was measured elsewhere"
         lines += [
             "",
-            f"{fastest.algorithm} {word} {own / known:.1f}x faster here; to force it:",
+            f"{fastest.algorithm} is {own / known:.1f}x faster here ({how}). To force it:",
             f"COLLECTIVES_ALGORITHM='{collective}:{fastest.algorithm}', or algorithm= in the call.",
         ]
     return "\n".join(lines)

@@ -43,25 +43,28 @@ class LinkModel:
     gamma_s_per_byte: float
 
 
-# Fitted by `compare --fit` to all_reduce of float32, 4 B to 16 MiB, two ranks on a two-core virtual
-# machine (Xeon, AVX-512, cache line exchange FITTED ns), Open MPI 5.0.11. "direct" is for the
-# direct algorithms, which ranks that share memory run without messages; "steps" for all others.
+# Fitted by `compare --fit` to all_reduce of float32, 4 B to 4 MiB, with two ranks, each bound to a
+# core of a two-core virtual machine (Xeon, AVX-512, a cache line exchanged in 132 ns), over Open MPI
+# 5.0.11 where that carries the data. Half of those times are predicted within a factor of 1.2, nine
+# of ten within 1.6, the worst (threads, 256 B, disturbed by other programs) within 3.6. "direct" is for the direct algorithms, which ranks that share memory run without messages;
+# "steps" for all others.
 LINKS: dict[str, dict[str, LinkModel]] = {
     "threads": {
-        "direct": LinkModel(0.35e-6, 0.030e-9, 0.030e-9),
-        "steps": LinkModel(0.5e-6, 0.10e-9, 0.10e-9),
+        "direct": LinkModel(1.49e-7, 1.26e-10, 4.87e-12),
+        "steps": LinkModel(4.75e-7, 1.08e-10, 1.97e-11),
     },
     "shm": {
-        "direct": LinkModel(0.35e-6, 0.030e-9, 0.030e-9),
-        "steps": LinkModel(0.5e-6, 0.10e-9, 0.10e-9),
+        "direct": LinkModel(2.10e-7, 1.16e-10, 3.82e-11),
+        "steps": LinkModel(4.83e-7, 1.21e-10, 1.79e-11),
     },
     "mpi": {
-        "direct": LinkModel(1.5e-6, 0.15e-9, 0.10e-9),
-        "steps": LinkModel(1.5e-6, 0.15e-9, 0.10e-9),
+        "direct": LinkModel(1.39e-6, 2.41e-10, 7.92e-11),
+        "steps": LinkModel(1.29e-6, 2.62e-10, 5.02e-11),
     },
 }
-# A step between ranks that share a core: the scheduler runs the other one first.
-SWITCH_S = 6e-6
+# A step between ranks that share a core takes so much longer: the scheduler runs the other one
+# first. Four ranks on the same two cores: 3.6 us for a step of "direct", 3.5 us for one of "steps".
+SWITCH_S = 3e-6
 
 _DIRECT = ("direct_one_shot", "direct_two_shot")
 # Rounds are looked at one by one, in Python, for up to so many ranks.

@@ -1,11 +1,12 @@
-// Checks reduce.hpp bit for bit against a scalar reference, on every instruction-set level of this CPU, and times it.
+// Checks reduce.hpp bit for bit against a scalar reference, on every instruction-set level of this
+// CPU, and times it.
 //
-//   test_reduce            all checks (some ten seconds); the exit status is 1 and the first failing case is printed if one fails
-//   test_reduce --quick    fewer counts and codes, for sanitizers
-//   test_reduce --bench    GB/s read and written, per level
+//   test_reduce          all checks, a few seconds; prints the first failing case and exits with 1
+//   test_reduce --quick  fewer counts and codes, for sanitizers
+//   test_reduce --bench  GB/s read and written, and nanoseconds of small calls, per level
 //
-// The reference shares nothing with the code under test: narrow floats are decoded by formula and encoded by a
-// search for the nearest of all values, and every rule about NaN is spelt out on bits.
+// The reference shares nothing with the code under test: narrow floats are decoded by formula and
+// encoded by a search for the nearest of all values, and every rule about NaN is spelt out on bits.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -54,7 +55,8 @@ void expect(bool ok, const std::string& what) {
 const std::vector<const cc::Kernels*>& levels() {
   static const std::vector<const cc::Kernels*> all = [] {
     std::vector<const cc::Kernels*> found;
-    for (const cc::Kernels* k : {cc::portable_kernels(), cc::avx2_kernels(), cc::avx512_kernels()}) {
+    for (const cc::Kernels* k :
+         {cc::portable_kernels(), cc::avx2_kernels(), cc::avx512_kernels()}) {
       if (k != nullptr) found.push_back(k);
     }
     return found;
@@ -69,7 +71,9 @@ std::uint64_t random_bits() {
   random_state ^= random_state << 17;
   return random_state * 0x2545f4914f6cdd1d;
 }
-int random_below(int n) { return static_cast<int>((random_bits() >> 33) % static_cast<unsigned>(n)); }
+int random_below(int n) {
+  return static_cast<int>((random_bits() >> 33) % static_cast<unsigned>(n));
+}
 
 template <class To, class From>
 To bits_as(const From& from) {
@@ -163,9 +167,9 @@ struct Narrow {
     }
     if (infinities && top) return bits_as<float>(sign | 0x7f800000u);
     const int bias = (1 << (exponent_bits - 1)) - 1;
-    const double value = exponent == 0
-                             ? std::ldexp(mantissa, 1 - bias - mantissa_bits)
-                             : std::ldexp(mantissa + (1u << mantissa_bits), exponent - bias - mantissa_bits);
+    const double value = exponent == 0 ? std::ldexp(mantissa, 1 - bias - mantissa_bits)
+                                       : std::ldexp(mantissa + (1u << mantissa_bits),
+                                                    exponent - bias - mantissa_bits);
     return static_cast<float>(sign ? -value : value);
   }
 
@@ -180,7 +184,8 @@ struct Narrow {
     const unsigned overflow = infinities ? largest + 1 : sign_bit() - 1;
     const double magnitude = std::fabs(static_cast<double>(value));
     // The first value that is larger; beyond the largest, the one that a wider exponent would give.
-    const double ulp = static_cast<double>(decoded[largest]) - static_cast<double>(decoded[largest - 1]);
+    const double ulp =
+        static_cast<double>(decoded[largest]) - static_cast<double>(decoded[largest - 1]);
     const double beyond = decoded[largest] + ulp;
     if (magnitude >= beyond) return sign | overflow;
     const auto above = std::upper_bound(decoded.begin(), decoded.begin() + largest + 1, magnitude,
@@ -194,7 +199,8 @@ struct Narrow {
 };
 
 const Narrow& narrow_of(Dtype dtype) {
-  static const Narrow float16(5, 10, true), bfloat16(8, 7, true), e4m3(4, 3, false), e5m2(5, 2, true);
+  static const Narrow float16(5, 10, true), bfloat16(8, 7, true), e4m3(4, 3, false),
+      e5m2(5, 2, true);
   switch (dtype) {
     case Dtype::float16:
       return float16;
@@ -375,7 +381,8 @@ F random_float() {
     case 6:
       return static_cast<F>(random_below(9) - 4);
     default:
-      return static_cast<F>((random_below(1 << 20) - (1 << 19)) * std::ldexp(1.0, random_below(20) - 24));
+      return static_cast<F>((random_below(1 << 20) - (1 << 19)) *
+                            std::ldexp(1.0, random_below(20) - 24));
   }
 }
 
@@ -451,7 +458,8 @@ class CaseRunner {
   CaseRunner(Dtype dtype, Op op) : dtype_(dtype), op_(op), size_(cc::size_of(dtype)) {
     for (int s = 0; s < kMaxSources; ++s) {
       data_.emplace_back(kMaxCount * size_);
-      for (std::size_t i = 0; i < kMaxCount; ++i) random_element(dtype, data_.back().data() + i * size_);
+      for (std::size_t i = 0; i < kMaxCount; ++i)
+        random_element(dtype, data_.back().data() + i * size_);
       sources_.emplace_back(kMaxCount * size_);
     }
     for (int d = 0; d < kMaxDestinations; ++d) destinations_.emplace_back(kMaxCount * size_);
@@ -514,7 +522,8 @@ class CaseRunner {
     cc::Finish finish;
     finish.divisor = divisor;
     finish.nontemporal = nontemporal;
-    level.reduce[static_cast<int>(dtype_)][static_cast<int>(op_)](dsts, ndst, srcs, nsrc, count, finish);
+    level.reduce[static_cast<int>(dtype_)][static_cast<int>(op_)](dsts, ndst, srcs, nsrc, count,
+                                                                  finish);
     cc::store_fence();
     ++checks;
     const auto where = [&](int d) {
@@ -522,7 +531,8 @@ class CaseRunner {
              level.level + ", nsrc " + std::to_string(nsrc) + ", ndst " + std::to_string(ndst) +
              ", count " + std::to_string(count) + ", divisor " + std::to_string(divisor) + ", " +
              alignment.name + (nontemporal ? ", nontemporal" : "") +
-             (in_place >= 0 && in_place < ndst ? ", in place" : "") + ": destination " + std::to_string(d);
+             (in_place >= 0 && in_place < ndst ? ", in place" : "") + ": destination " +
+             std::to_string(d);
     };
     for (int d = 0; d < ndst; ++d) {
       const unsigned char* const p = static_cast<unsigned char*>(dsts[d]);
@@ -531,8 +541,9 @@ class CaseRunner {
         while (std::memcmp(p + i * size_, expected_.data() + i * size_, size_) == 0) ++i;
         std::string operands;
         for (int s = 0; s < nsrc; ++s) operands += " " + hex(data_[s].data() + i * size_, size_);
-        fail("%s, element %zu of operands%s is %s, expected %s", where(d).c_str(), i, operands.c_str(),
-             hex(p + i * size_, size_).c_str(), hex(expected_.data() + i * size_, size_).c_str());
+        fail("%s, element %zu of operands%s is %s, expected %s", where(d).c_str(), i,
+             operands.c_str(), hex(p + i * size_, size_).c_str(),
+             hex(expected_.data() + i * size_, size_).c_str());
       }
       for (std::size_t i = 0; i < kMargin; ++i) {
         if (p[bytes + i] != kCanary) fail("%s: wrote past the end, at +%zu", where(d).c_str(), i);
@@ -589,7 +600,8 @@ void check_many_sources() {
       for (std::size_t i = 0; i < kCount; ++i) {
         const float value = std::ldexp(static_cast<float>(random_below(2001) - 1000), -10);
         const std::int64_t whole = static_cast<std::int64_t>(random_bits());
-        const unsigned code = dtype == Dtype::float32 || dtype == Dtype::int64 ? 0 : narrow_of(dtype).encode(value);
+        const unsigned code =
+            dtype == Dtype::float32 || dtype == Dtype::int64 ? 0 : narrow_of(dtype).encode(value);
         const void* from = &code;
         if (dtype == Dtype::float32) from = &value;
         if (dtype == Dtype::int64) from = &whole;
@@ -631,7 +643,8 @@ void check_guard_pages() {
           for (int ndst : {1, 2}) {
             cc::Finish finish;
             finish.nontemporal = count % 2 != 0;
-            level->reduce[static_cast<int>(dtype)][static_cast<int>(op)](dsts, ndst, srcs, 2, count, finish);
+            level->reduce[static_cast<int>(dtype)][static_cast<int>(op)](dsts, ndst, srcs, 2, count,
+                                                                         finish);
             ++checks;
           }
           level->copy_nontemporal(dsts[0], srcs[0], count * size);
@@ -651,8 +664,8 @@ void check_codes(Dtype dtype) {
   if (size == 1) {
     for (unsigned y = 0; y < ncodes; y += quick ? 5 : 1) others.push_back(y);
   } else {
-    for (float y : {-0.0f, 0.0f, 1.0f, -1.0f, 0x1p-11f, 0x1.8p-9f, 3.0f, 0x1p-14f, 0x1p-24f, 0x1p-126f,
-                    0x1p-133f, 2049.0f, -65504.0f, 0x1.fep127f, INFINITY, -INFINITY}) {
+    for (float y : {-0.0f, 0.0f, 1.0f, -1.0f, 0x1p-11f, 0x1.8p-9f, 3.0f, 0x1p-14f, 0x1p-24f,
+                    0x1p-126f, 0x1p-133f, 2049.0f, -65504.0f, 0x1.fep127f, INFINITY, -INFINITY}) {
       others.push_back(n.encode(y));
     }
     others.push_back(n.encode(NAN) + 1);
@@ -670,7 +683,8 @@ void check_codes(Dtype dtype) {
       for (const cc::Kernels* level : levels()) {
         const void* srcs[] = {xs.data(), ys.data()};
         void* dst = got.data();
-        level->reduce[static_cast<int>(dtype)][static_cast<int>(op)](&dst, 1, srcs, 2, ncodes, cc::Finish{});
+        level->reduce[static_cast<int>(dtype)][static_cast<int>(op)](&dst, 1, srcs, 2, ncodes,
+                                                                     cc::Finish{});
         ++checks;
         for (unsigned x = 0; x < ncodes; ++x) {
           if (std::memcmp(&got[x * size], &expected[x * size], size) != 0) {
@@ -685,7 +699,8 @@ void check_codes(Dtype dtype) {
   }
 }
 
-// Rounding: 1 * f for floats f around every tie, every value, and at random; scale() multiplies in float32.
+// Rounding: 1 * f for floats f around every tie, every value, and at random; scale() multiplies in
+// float32.
 void check_rounding(Dtype dtype) {
   const Narrow& n = narrow_of(dtype);
   const unsigned one = n.encode(1.0f);
@@ -695,8 +710,8 @@ void check_rounding(Dtype dtype) {
       unsigned got = 0;
       level->scale[static_cast<int>(dtype)](&got, &one, 1, static_cast<double>(f), 0.0);
       if (got != expected) {
-        fail("%s, %s: %a (0x%08x) rounds to 0x%x, expected 0x%x", cc::name_of(dtype).data(), level->level,
-             static_cast<double>(f), bits_as<std::uint32_t>(f), got, expected);
+        fail("%s, %s: %a (0x%08x) rounds to 0x%x, expected 0x%x", cc::name_of(dtype).data(),
+             level->level, static_cast<double>(f), bits_as<std::uint32_t>(f), got, expected);
       }
     }
     ++checks;
@@ -722,10 +737,12 @@ void check_rounding(Dtype dtype) {
 
 void check_scale() {
   constexpr std::size_t kCount = 321;
-  for (Dtype dtype : {Dtype::float16, Dtype::bfloat16, Dtype::float32, Dtype::float64, Dtype::float8_e4m3,
-                      Dtype::float8_e5m2, Dtype::complex64, Dtype::complex128}) {
+  for (Dtype dtype :
+       {Dtype::float16, Dtype::bfloat16, Dtype::float32, Dtype::float64, Dtype::float8_e4m3,
+        Dtype::float8_e5m2, Dtype::complex64, Dtype::complex128}) {
     const std::size_t size = cc::size_of(dtype);
-    std::vector<unsigned char> data(kCount * size + 1), got(kCount * size + 1), expected(kCount * size);
+    std::vector<unsigned char> data(kCount * size + 1), got(kCount * size + 1),
+        expected(kCount * size);
     for (double im : {0.0, 0.75}) {
       if (im != 0.0 && !is_complex(dtype)) continue;
       const double re = 0.3;
@@ -739,7 +756,8 @@ void check_scale() {
         };
         const auto complex_times = [&](auto zero) {
           using F = decltype(zero);
-          const F a = read<F>(p), b = read<F>(p + sizeof(F)), c = static_cast<F>(re), d = static_cast<F>(im);
+          const F a = read<F>(p), b = read<F>(p + sizeof(F)), c = static_cast<F>(re),
+                  d = static_cast<F>(im);
           if (im == 0.0) {
             write(q, times(a, zero));
             write(q + sizeof(F), times(b, zero));
@@ -769,8 +787,9 @@ void check_scale() {
                std::string(level->level) + ": scale of " + std::string(cc::name_of(dtype)));
         got = data;
         level->scale[static_cast<int>(dtype)](got.data() + 1, got.data() + 1, kCount, re, im);
-        expect(std::memcmp(got.data() + 1, expected.data(), kCount * size) == 0,
-               std::string(level->level) + ": scale in place of " + std::string(cc::name_of(dtype)));
+        expect(
+            std::memcmp(got.data() + 1, expected.data(), kCount * size) == 0,
+            std::string(level->level) + ": scale in place of " + std::string(cc::name_of(dtype)));
       }
     }
   }
@@ -800,14 +819,16 @@ void check_float_mode() {
 #if defined(__x86_64__)
   constexpr unsigned kFlushAndRoundUp = 0x1f80 | 0x8040 | 0x4000;
   const float tiny[] = {0x1p-130f, 1.0f, 0x1p-149f}, other[] = {0x1p-131f, 0x1p-30f, 0x1p-149f};
-  const float expected[] = {0x1.8p-130f, 1.0f, 0x1p-148f}, halved[] = {0x1.8p-131f, 0.5f, 0x1p-149f};
+  const float expected[] = {0x1.8p-130f, 1.0f, 0x1p-148f},
+              halved[] = {0x1.8p-131f, 0.5f, 0x1p-149f};
   for (const cc::Kernels* level : levels()) {
     float got[3], scaled[3];
     void* dst = got;
     const void* srcs[] = {tiny, other};
     const unsigned saved = _mm_getcsr();
     _mm_setcsr(kFlushAndRoundUp);
-    level->reduce[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)](&dst, 1, srcs, 2, 3, cc::Finish{});
+    level->reduce[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)](&dst, 1, srcs, 2, 3,
+                                                                               cc::Finish{});
     level->scale[static_cast<int>(Dtype::float32)](scaled, got, 3, 0.5, 0.0);
     const unsigned after = _mm_getcsr();
     _mm_setcsr(saved);
@@ -830,7 +851,8 @@ std::string error_of(Action action) {
 
 void check_names() {
   for (int i = 0; i < cc::kDtypeCount; ++i) {
-    expect(cc::dtype_from_name(cc::name_of(static_cast<Dtype>(i))) == static_cast<Dtype>(i), "dtype names");
+    expect(cc::dtype_from_name(cc::name_of(static_cast<Dtype>(i))) == static_cast<Dtype>(i),
+           "dtype names");
   }
   for (int i = 0; i < cc::kOpCount; ++i) {
     expect(cc::op_from_name(cc::name_of(static_cast<Op>(i))) == static_cast<Op>(i), "op names");
@@ -843,12 +865,14 @@ void check_names() {
     expect(got == wanted, "got '" + got + "', expected '" + wanted + "'");
   };
   equal(error_of([] { cc::op_from_name("summ"); }),
-        "unknown op 'summ'; did you mean 'sum'? known: sum, avg, prod, min, max, band, bor, bxor, premul_sum");
+        "unknown op 'summ'; did you mean 'sum'? known: sum, avg, prod, min, max, band, bor, bxor, "
+        "premul_sum");
   equal(error_of([] { cc::op_from_name("xyz"); }),
         "unknown op 'xyz'; known: sum, avg, prod, min, max, band, bor, bxor, premul_sum");
   const auto near = [](std::string_view name) {
     std::vector<std::string> known;
-    for (int i = 0; i < cc::kDtypeCount; ++i) known.emplace_back(cc::name_of(static_cast<Dtype>(i)));
+    for (int i = 0; i < cc::kDtypeCount; ++i)
+      known.emplace_back(cc::name_of(static_cast<Dtype>(i)));
     return cc::nearest_name(name, known);
   };
   equal(near("bf16"), "bfloat16");
@@ -858,10 +882,12 @@ void check_names() {
   equal(near("banana"), "");
   equal(near(""), "");
   equal(cc::nearest_name("allreduce", {"all_reduce", "reduce"}), "all_reduce");
-  equal(error_of([] { cc::reduce_fn({Dtype::int32, Op::avg}); }), cc::why_unsupported(Op::avg, Dtype::int32));
+  equal(error_of([] { cc::reduce_fn({Dtype::int32, Op::avg}); }),
+        cc::why_unsupported(Op::avg, Dtype::int32));
   expect(!cc::why_unsupported(Op::min, Dtype::complex64).empty(), "no min of complex numbers");
   expect(!cc::why_unsupported(Op::bxor, Dtype::float32).empty(), "no bxor of floats");
-  expect(!error_of([] { cc::scale(Dtype::int8, nullptr, nullptr, 0, 1.0, 0.0); }).empty(), "scale of integers");
+  expect(!error_of([] { cc::scale(Dtype::int8, nullptr, nullptr, 0, 1.0, 0.0); }).empty(),
+         "scale of integers");
   expect(!error_of([] { cc::scale(Dtype::float32, nullptr, nullptr, 0, 1.0, 1.0); }).empty(),
          "complex scale of floats");
 }
@@ -870,7 +896,8 @@ void check_names() {
 
 volatile unsigned char sink;
 
-// Seconds of this thread's processor time per call, the best of several runs: the machine may be shared.
+// Seconds of this thread's processor time per call, the best of several runs: the machine may be
+// shared.
 double seconds(const std::function<void()>& body, double at_least) {
   const auto now = [] {
     timespec t;
@@ -900,17 +927,23 @@ void bench() {
     buffers.emplace_back(kLargest);
     std::memset(buffers.back().at(0), 0x3c, kLargest);
   }
-  std::printf("best of 7, processor time; GB/s: bytes read and written per second; nt: nontemporal stores\n");
-  std::printf("memcpy 16 MiB %.1f GB/s", 2 * kLargest / 1e9 / seconds([&] {
-    std::memcpy(buffers[0].at(0), buffers[1].at(0), kLargest);
-  }, 0.02));
-  std::printf(", nontemporal %.1f GB/s\n", 2 * kLargest / 1e9 / seconds([&] {
-    cc::copy_bytes(buffers[0].at(0), buffers[1].at(0), kLargest, true);
-  }, 0.02));
-  std::printf("%-9s %-13s %4s %4s %9s %9s %9s %11s\n", "level", "sum of", "nsrc", "ndst", "4 KiB", "256 KiB",
-              "16 MiB", "16 MiB nt");
-  const std::vector<Dtype> dtypes = {Dtype::float32,  Dtype::float64,     Dtype::bfloat16,    Dtype::float16,
-                                     Dtype::int32,    Dtype::float8_e4m3, Dtype::float8_e5m2};
+  std::printf(
+      "best of 7, processor time; GB/s: bytes read and written per second; nt: nontemporal "
+      "stores\n");
+  std::printf(
+      "memcpy 16 MiB %.1f GB/s",
+      2 * kLargest / 1e9 /
+          seconds([&] { std::memcpy(buffers[0].at(0), buffers[1].at(0), kLargest); }, 0.02));
+  std::printf(
+      ", nontemporal %.1f GB/s\n",
+      2 * kLargest / 1e9 /
+          seconds([&] { cc::copy_bytes(buffers[0].at(0), buffers[1].at(0), kLargest, true); },
+                  0.02));
+  std::printf("%-9s %-13s %4s %4s %9s %9s %9s %11s\n", "level", "sum of", "nsrc", "ndst", "4 KiB",
+              "256 KiB", "16 MiB", "16 MiB nt");
+  const std::vector<Dtype> dtypes = {Dtype::float32,    Dtype::float64, Dtype::bfloat16,
+                                     Dtype::float16,    Dtype::int32,   Dtype::float8_e4m3,
+                                     Dtype::float8_e5m2};
   auto all = levels();
   std::reverse(all.begin(), all.end());
   for (const cc::Kernels* level : all) {
@@ -922,13 +955,15 @@ void bench() {
         void* dsts[2];
         for (int s = 0; s < 4; ++s) srcs[s] = buffers[s].at(0);
         for (int d = 0; d < 2; ++d) dsts[d] = buffers[4 + d].at(0);
-        for (std::size_t bytes : {std::size_t(4) << 10, std::size_t(256) << 10, kLargest, kLargest + 1}) {
+        for (std::size_t bytes :
+             {std::size_t(4) << 10, std::size_t(256) << 10, kLargest, kLargest + 1}) {
           cc::Finish finish;
           finish.nontemporal = bytes > kLargest;
           bytes &= ~std::size_t(1);
           const int sources = nsrc, destinations = ndst;
           const double s = seconds(
-              [&] { fn(dsts, destinations, srcs, sources, bytes / cc::size_of(dtype), finish); }, 0.002);
+              [&] { fn(dsts, destinations, srcs, sources, bytes / cc::size_of(dtype), finish); },
+              0.002);
           std::printf(" %9.1f", static_cast<double>((nsrc + ndst) * bytes) / 1e9 / s);
         }
         std::printf("\n");
@@ -937,7 +972,8 @@ void bench() {
   }
   std::printf("nanoseconds a call, float32 sum, nsrc 2, ndst 1\n");
   for (const cc::Kernels* level : all) {
-    const cc::ReduceFn fn = level->reduce[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)];
+    const cc::ReduceFn fn =
+        level->reduce[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)];
     std::printf("%-9s", level->level);
     for (std::size_t count : {1, 4, 7, 16, 17, 64, 100, 256}) {
       const void* srcs[] = {buffers[0].at(0), buffers[1].at(0)};
@@ -954,7 +990,8 @@ void bench() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 2 || (argc == 2 && std::string(argv[1]) != "--quick" && std::string(argv[1]) != "--bench")) {
+  if (argc > 2 ||
+      (argc == 2 && std::string(argv[1]) != "--quick" && std::string(argv[1]) != "--bench")) {
     std::fprintf(stderr, "usage: %s [--quick | --bench]\n", argv[0]);
     return 2;
   }

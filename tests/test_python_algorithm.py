@@ -1,0 +1,245 @@
+"""Algorithms written in Python: registered, they run on every engine like those of the core."""
+
+from __future__ import annotations
+
+import cases
+import launch
+import numpy as np
+import pytest
+
+import collectives as cc
+from collectives import Transfer
+
+
+@pytest.fixture
+def register():
+    """collectives.algorithm whose registrations end with the test."""
+    names = []
+
+    def start(collective, **more):
+        def keep(rounds):
+            cc.algorithm(collective, **more)(rounds)
+            names.append(more.get("name") or rounds.__name__)
+            return rounds
+
+        return keep
+
+    yield start
+    for name in set(names):
+        cc.unregister(name)
+
+
+def my_ring(n):
+    """A ring: reduce-scatter, then all-gather."""
+    for i in range(n - 1):
+        yield [Transfer(r, (r + 1) % n, chunk=(r - i) % n, reduce=True) for r in range(n)]
+    for i in range(n - 1):
+        yield [Transfer(r, (r + 1) % n, chunk=(r + 1 - i) % n) for r in range(n)]
+
+
+def my_tree(n, root=0):
+    """A binomial tree from the root."""
+    reached = 1
+    while reached < n:
+        yield [
+            Transfer((r + root) % n, (r + reached + root) % n, 0)
+            for r in range(min(reached, n - reached))
+        ]
+        reached *= 2
+
+
+def my_tree_from_zero(n):
+    """The same, written for root 0 only."""
+    yield from my_tree(n)
+
+
+def my_pairwise(n):
+    """Each block goes straight to its rank."""
+    for d in range(1, n):
+        yield [Transfer(r, (r + d) % n, chunk=r * n + (r + d) % n) for r in range(n)]
+
+
+def my_funnel(n):
+    """Everything to the root at once."""
+    yield [Transfer(r, 0, chunk=r) for r in range(1, n)]
+
+
+WRITTEN = [
+    (my_ring, "all_reduce"),
+    (my_tree, "broadcast"),
+    (my_tree_from_zero, "broadcast"),
+    (my_pairwise, "all_to_all"),
+    (my_funnel, "gather"),
+]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize(("rounds", "collective"), WRITTEN, ids=lambda p: getattr(p, "__name__", p))
+def test_it_runs_on_threads(register, rounds, collective, n):
+    register(collective)(rounds)
+    name = rounds.__name__
+    assert (name, collective) in cases.registry(n)  # so all tests of the registry run it
+    counts = (0, 1, 5, 65, 289, 4099, 70_000)
+    cases.on_threads(n, cases.sweep(n, [(name, collective)], counts))
+
+
+def test_it_runs_on_every_root_and_node(register):
+    register("broadcast")(my_tree_from_zero)
+    register("broadcast", name="tree")(my_tree)
+    for n, nodes in ((3, (0, 0, 1)), (5, None)):
+        cases.on_threads(
+            n,
+            [
+                cases.Case("broadcast", name, count=400, root=root, seed=root)
+                for name in ("tree", "my_tree_from_zero")
+                for root in range(n)
+            ],
+            nodes,
+        )
+
+
+def test_order_rank_holds_for_it_too(register):
+    register("all_reduce")(my_ring)
+    found = [
+        cases.Case("all_reduce", "my_ring", dtype, count=999, order="rank", data="random", seed=n)
+        for n, dtype in enumerate(["float32", "bfloat16", "float64"])
+    ]
+    cases.on_threads(5, found)
+
+
+def test_it_runs_in_processes():
+    launch.run(3, "written.py", timeout=60).expect(status=0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_it_runs_over_mpi(launcher):
+    env = {"COLLECTIVES_TRANSPORT": "mpi"}
+    launch.run(3, "written.py", launcher=launcher, env=env, timeout=60).expect(status=0)
+
+
+def test_it_is_listed_until_it_is_taken_back(register):
+    before = {info.name for info in cc.algorithms()}
+    cc.algorithm("all_reduce", when="for tests", source="this file")(my_ring)
+    try:
+        info = next(info for info in cc.algorithms() if info.name == "my_ring")
+        assert info.summary == "A ring: reduce-scatter, then all-gather."
+        assert (info.when, info.source) == ("for tests", "this file")
+        assert "my_ring" in [i.name for i in cc.algorithms("all_reduce")]
+        assert "my_ring" not in [i.name for i in cc.algorithms("broadcast")]
+        plan = cc.schedule("my_ring", "all_reduce", 4)
+        assert (plan.nranks, plan.nchunks, len(plan.rounds)) == (4, 4, 6)
+        assert plan.cost()["sent_max"] == pytest.approx(2 * 3 / 4)
+        assert plan.draw()
+    finally:
+        cc.unregister("my_ring")
+    assert {info.name for info in cc.algorithms()} == before
+
+    def body(comm):
+        with pytest.raises(ValueError, match="unknown algorithm 'my_ring'"):
+            comm.all_reduce(np.ones(3), algorithm="my_ring")
+
+    cc.run_threads(2, body, timeout=20)
+    with pytest.raises(ValueError, match="my_ring"):
+        cc.unregister("my_ring")
+
+
+def broken_ring(n):
+    """One transfer of the last round goes to the wrong chunk."""
+    *right, last = my_ring(n)
+    yield from right
+    yield [last[0]._replace(chunk=(last[0].chunk + 1) % n), *last[1:]]
+
+
+def twice(n):
+    """Reduces a contribution into a chunk that has it already."""
+    yield [Transfer(1, 0, 0, reduce=True)]
+    yield [Transfer(1, 0, 0, reduce=True)]
+
+
+def unheld(n):
+    """Sends a chunk that its rank does not have."""
+    yield [Transfer(1, 2, 0)]
+
+
+def lost(n):
+    """Never reaches the last rank."""
+    yield [Transfer(0, r, 0) for r in range(1, n - 1)]
+
+
+def outside(n):
+    """Names a rank that does not exist."""
+    yield [Transfer(0, n, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "collective", "says"),
+    [
+        (broken_ring, "all_reduce", "round 5|rank 1.*chunk"),
+        (twice, "all_reduce", "round 1.*1 -> 0|round 1.*rank 1.*rank 0|round 1.*from 1 to 0"),
+        (unheld, "broadcast", "round 0.*1 -> 2|round 0.*rank 1.*rank 2|round 0.*rank 1"),
+        (lost, "broadcast", "rank 3"),
+        (outside, "broadcast", "round 0.*4"),
+    ],
+    ids=lambda p: getattr(p, "__name__", ""),
+)
+def test_a_broken_one_is_refused(register, rounds, collective, says):
+    """With the round and the transfer, on every rank, before anything is sent."""
+    register(collective)(rounds)
+    with pytest.raises(cc.ScheduleError, match=says):
+        cc.schedule(rounds.__name__, collective, 4).verify()
+
+    def body(comm):
+        x = np.full(9, comm.rank)
+        with pytest.raises(cc.ScheduleError, match=says):
+            getattr(comm, collective)(x, algorithm=rounds.__name__)
+        assert (x == comm.rank).all()
+        cases.check(comm, cases.Case("all_reduce"))
+
+    assert cc.run_threads(4, body, timeout=20) == [None] * 4
+
+
+def test_what_it_supports_is_asked(register):
+    register("all_reduce", supports=lambda n: n % 2 == 0 or "an even number of ranks, please")(
+        my_ring
+    )
+
+    def body(comm):
+        if comm.size == 2:
+            return comm.all_reduce(np.ones(3), algorithm="my_ring").sum()
+        with pytest.raises(cc.UnsupportedError, match="an even number of ranks, please"):
+            comm.all_reduce(np.ones(3), algorithm="my_ring")
+        return None
+
+    assert cc.run_threads(2, body, timeout=20) == [6.0, 6.0]
+    assert cc.run_threads(3, body, timeout=20) == [None] * 3
+    assert ("my_ring", "all_reduce") not in cases.registry(3)
+
+
+def test_names_of_the_core_are_taken():
+    with pytest.raises(ValueError, match="'ring' in the core already; give yours another name="):
+        cc.algorithm("all_reduce", name="ring")(my_ring)
+
+
+def test_an_algorithm_for_several_collectives(register):
+    register("all_reduce", name="mine")(my_ring)
+    register("broadcast", name="mine")(my_tree)
+    assert [c for name, c in cases.registry(4) if name == "mine"] == ["all_reduce", "broadcast"]
+    cases.on_threads(4, cases.sweep(4, [("mine", "all_reduce"), ("mine", "broadcast")], (300,)))
+
+
+def test_the_example_of_the_design():
+    """A second definition under a name replaces the first, also in communicators that ran it."""
+
+    def backwards(n):
+        for i in range(n - 1):
+            yield [Transfer(r, (r - 1) % n, chunk=(r + i) % n, reduce=True) for r in range(n)]
+        for i in range(n - 1):
+            yield [Transfer(r, (r - 1) % n, chunk=(r + i - 1) % n) for r in range(n)]
+
+    try:
+        for rounds in (my_ring, backwards):
+            cc.algorithm("all_reduce", name="turning")(rounds)
+            cases.on_threads(4, cases.sweep(4, [("turning", "all_reduce")], (300,)))
+    finally:
+        cc.unregister("turning")
