@@ -311,6 +311,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("nontemporal_min", &HostTuning::nontemporal_min)
       .def_readwrite("symmetric_min", &HostTuning::symmetric_min)
       .def_readwrite("spins", &HostTuning::spins)
+      .def_readwrite("crowded", &HostTuning::crowded)
       .def_readwrite("lanes", &HostTuning::lanes)
       .def_readwrite("segment_bytes", &HostTuning::segment_bytes);
 
@@ -368,6 +369,9 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("transports", &Communicator::transports)
       .def_property_readonly("one_region", &Communicator::one_region)
       .def_property_readonly("calls", &Communicator::calls)
+      .def_property_readonly(
+          "tuning", [](Communicator& c) -> HostTuning& { return c.tuning(); },
+          py::return_value_policy::reference_internal)
       .def_property_readonly("closed", &Communicator::closed)
       .def_property_readonly("broken", &Communicator::broken)
       .def("intern", &Communicator::intern)

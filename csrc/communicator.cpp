@@ -128,7 +128,7 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
     }
     local_rank = config_.local_of[config_.rank];
     shm_ = std::make_unique<ShmTransport>(config_.region, local_rank, config_.local_of,
-                                          config_.threads);
+                                          config_.threads, config_.tuning.crowded);
     links_.slot_bytes = shm_->slot_bytes();
   }
   if (config_.mpi)
@@ -152,8 +152,9 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
   }
   Doorbell& doorbell =
       config_.region ? config_.region->rank(local_rank).doorbell : lonely_doorbell_;
-  waiter_ = std::make_unique<Waiter>(*this, doorbell, config_.tuning.spins);
-  p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, config_.tuning.spins);
+  waiter_ = std::make_unique<Waiter>(*this, doorbell, config_.tuning.spins, config_.tuning.crowded);
+  p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, config_.tuning.spins,
+                                         config_.tuning.crowded);
   engine_ = std::make_unique<HostEngine>(*waiter_);
   p2p_ = std::make_unique<PointToPoint>(links_, config_.rank, kPointToPointChannel);
   if (config_.region) {
@@ -161,7 +162,7 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
     mine.process.store(static_cast<std::int32_t>(getpid()), std::memory_order_relaxed);
     mine.state.store(static_cast<std::uint32_t>(RankState::alive), std::memory_order_release);
     if (everyone && n > 1) {
-      gate_ = std::make_unique<Gate>(config_.region, local_rank, numbers_);
+      gate_ = std::make_unique<Gate>(config_.region, local_rank, numbers_, config_.tuning.crowded);
       direct_ = std::make_unique<DirectHost>(*gate_, *waiter_, config_.tuning);
     }
   }
@@ -185,7 +186,7 @@ void Communicator::close() {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
     mine.state.store(static_cast<std::uint32_t>(RankState::closed), std::memory_order_release);
     for (int q = 0; q < config_.region->shape().nranks; ++q)
-      config_.region->rank(q).doorbell.ring();
+      config_.region->rank(q).doorbell.wake();
   }
 }
 
@@ -209,7 +210,7 @@ void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept 
       shared.store(word, std::memory_order_release);  // publishes the reason
     }
     for (int q = 0; q < config_.region->shape().nranks; ++q)
-      config_.region->rank(q).doorbell.ring();
+      config_.region->rank(q).doorbell.wake();
   }
   if (config_.mpi) config_.mpi->poison(whole);
 }

@@ -31,6 +31,7 @@ struct HostTuning {
   std::size_t nontemporal_min =
       8 << 20;  // results larger than this bypass the caches, unless in place
   std::size_t symmetric_min = 16 << 10;  // below, staging beats the extra barrier
+  bool crowded = false;                  // more ranks than CPUs: waits sleep early
   int spins = 2000;                      // polls before a wait yields its core
   int lanes = 2;                         // of the general engine
   std::size_t segment_bytes =

@@ -4,8 +4,12 @@
 
 namespace collectives {
 
-Gate::Gate(std::shared_ptr<Region> region, int me, std::vector<int> names)
-    : region_(std::move(region)), me_(me), n_(region_->shape().nranks), names_(std::move(names)) {}
+Gate::Gate(std::shared_ptr<Region> region, int me, std::vector<int> names, bool crowded)
+    : region_(std::move(region)),
+      me_(me),
+      n_(region_->shape().nranks),
+      names_(std::move(names)),
+      crowded_(crowded) {}
 
 void Gate::announce(std::uint64_t token, std::uint64_t amount) {
   RankArea& mine = region_->rank(me_);
@@ -30,6 +34,7 @@ void Gate::meet(Waiter& waiter) {
                    Where w;
                    w.phase = "the arrival";
                    w.peer = names_[q];
+                   w.local = q;
                    w.expected = sequence_;
                    w.seen = his.sequence.load(std::memory_order_relaxed);
                    return w;

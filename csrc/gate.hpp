@@ -22,7 +22,7 @@ namespace collectives {
 class Gate {
  public:
   // `names[q]`: the rank number to print for local rank q.
-  Gate(std::shared_ptr<Region> region, int me, std::vector<int> names);
+  Gate(std::shared_ptr<Region> region, int me, std::vector<int> names, bool crowded);
 
   int me() const { return me_; }
   int size() const { return n_; }
@@ -59,9 +59,11 @@ class Gate {
   // A peer's line carries this call's number with another hash: collects the signatures and throws.
   [[noreturn]] void mismatch(Waiter& waiter);
 
+  // Wakes peers that wait for this rank; call after the change they wait for.
   void ring_all() {
+    if (crowded_) std::atomic_thread_fence(std::memory_order_seq_cst);  // see Doorbell
     for (int q = 0; q < n_; ++q)
-      if (q != me_) region_->rank(q).doorbell.ring();
+      if (q != me_) region_->rank(q).doorbell.ring(me_);
   }
   std::string name(int q) const { return "rank " + std::to_string(names_[q]); }
   int number(int q) const { return names_[q]; }
@@ -73,6 +75,7 @@ class Gate {
   int me_;
   int n_;
   std::vector<int> names_;
+  bool crowded_;
   std::uint64_t sequence_ = 0;
   const Signature* signature_ = nullptr;
   std::uint64_t hash_ = 0;

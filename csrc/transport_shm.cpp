@@ -9,13 +9,14 @@ namespace collectives {
 // after its last read of the slot; the sender acquires it before it writes the slot again.
 class ShmTransport::Send final : public SendPort {
  public:
-  Send(Region& region, int me, int peer, int channel)
+  Send(Region& region, int me, int peer, int channel, bool crowded)
       : region_(region),
         doorbell_(region.rank(peer).doorbell),
         control_(region.fifo_control(me, peer, channel)),
         me_(me),
         peer_(peer),
         channel_(channel),
+        crowded_(crowded),
         depth_(region.shape().fifo_depth) {}
 
   char* acquire(std::size_t bytes) override {
@@ -34,7 +35,8 @@ class ShmTransport::Send final : public SendPort {
     slot.bytes = header.bytes;
     slot.user = header.user;
     slot.sequence.store(++sent_, std::memory_order_release);
-    doorbell_.ring();
+    if (crowded_) std::atomic_thread_fence(std::memory_order_seq_cst);  // see Doorbell
+    doorbell_.ring(me_);
   }
 
   bool flushed() override {
@@ -46,19 +48,21 @@ class ShmTransport::Send final : public SendPort {
   Doorbell& doorbell_;
   FifoControl& control_;
   int me_, peer_, channel_;
+  bool crowded_;
   std::uint64_t depth_;
   std::uint64_t sent_ = 0, released_ = 0;
 };
 
 class ShmTransport::Recv final : public RecvPort {
  public:
-  Recv(Region& region, int me, int peer, int channel)
+  Recv(Region& region, int me, int peer, int channel, bool crowded)
       : region_(region),
         doorbell_(region.rank(peer).doorbell),
         control_(region.fifo_control(peer, me, channel)),
         me_(me),
         peer_(peer),
-        channel_(channel) {}
+        channel_(channel),
+        crowded_(crowded) {}
 
   void expect(std::uint64_t) override {}
 
@@ -74,7 +78,8 @@ class ShmTransport::Recv final : public RecvPort {
 
   void release() override {
     control_.released.store(++taken_, std::memory_order_release);
-    doorbell_.ring();
+    if (crowded_) std::atomic_thread_fence(std::memory_order_seq_cst);  // see Doorbell
+    doorbell_.ring(me_);
   }
 
  private:
@@ -82,27 +87,31 @@ class ShmTransport::Recv final : public RecvPort {
   Doorbell& doorbell_;
   FifoControl& control_;
   int me_, peer_, channel_;
+  bool crowded_;
   std::uint64_t taken_ = 0;
 };
 
 ShmTransport::ShmTransport(std::shared_ptr<Region> region, int local_rank,
-                           std::vector<int> local_of, bool threads)
+                           std::vector<int> local_of, bool threads, bool crowded)
     : region_(std::move(region)),
       local_rank_(local_rank),
       local_of_(std::move(local_of)),
-      threads_(threads) {}
+      threads_(threads),
+      crowded_(crowded) {}
 
 ShmTransport::~ShmTransport() = default;
 
 SendPort& ShmTransport::send_port(int peer, int channel) {
   auto& port = sends_[{peer, channel}];
-  if (!port) port = std::make_unique<Send>(*region_, local_rank_, local_of_[peer], channel);
+  if (!port)
+    port = std::make_unique<Send>(*region_, local_rank_, local_of_[peer], channel, crowded_);
   return *port;
 }
 
 RecvPort& ShmTransport::recv_port(int peer, int channel) {
   auto& port = recvs_[{peer, channel}];
-  if (!port) port = std::make_unique<Recv>(*region_, local_rank_, local_of_[peer], channel);
+  if (!port)
+    port = std::make_unique<Recv>(*region_, local_rank_, local_of_[peer], channel, crowded_);
   return *port;
 }
 

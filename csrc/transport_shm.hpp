@@ -16,7 +16,7 @@ class ShmTransport final : public Transport {
   // `local_of[peer]`: the peer's index in the region, -1 for peers that this transport does not
   // reach.
   ShmTransport(std::shared_ptr<Region> region, int local_rank, std::vector<int> local_of,
-               bool threads);
+               bool threads, bool crowded);
   ~ShmTransport() override;
 
   std::string_view name() const override { return threads_ ? "threads" : "shm"; }
@@ -33,6 +33,7 @@ class ShmTransport final : public Transport {
   int local_rank_;
   std::vector<int> local_of_;
   bool threads_;
+  bool crowded_;
   std::map<std::pair<int, int>, std::unique_ptr<Send>> sends_;
   std::map<std::pair<int, int>, std::unique_ptr<Recv>> recvs_;
 };

@@ -312,9 +312,10 @@ def test_verification_sees_one_wrong_element(collective, dtype):
                 assert changed == (1 if has_output else 0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 9, 40])
+@pytest.mark.parametrize("size", [1, 9, 40])
 def test_data_are_exact_in_every_dtype(size):
-    for dtype, op in itertools.product(_core.dtypes, _core.ops):
+    small = ("float16", "float8_e4m3", "float8_e5m2", "int8")
+    for dtype, op in itertools.product(small if size == 40 else _core.dtypes, _core.ops):
         if _core.why_op_unsupported(op, dtype):
             continue
         case = Case("all_reduce", size, dtype, op)

@@ -8,8 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .. import _core
@@ -18,9 +17,8 @@ from ..config import parse_size
 from ..errors import CollectiveError, ConfigError, did_you_mean
 from ..schedule import algorithms
 from ..tuning import known_algorithm
-from ._ranks import rank_hint
+from ._ranks import EVERYWHERE, rank_hint
 
-_EVERYWHERE = "everywhere"  # attribute of an error that every rank raises
 USAGE = 2  # exit status of a command that could not do what was asked
 
 
@@ -133,16 +131,6 @@ def check_writable(*paths: str | None) -> None:
             open(path, "ab").close()
 
 
-@contextmanager
-def on_every_rank() -> Iterator[None]:
-    """Errors inside are equal on all ranks, so that one of them tells is enough."""
-    try:
-        yield
-    except (CollectiveError, ValueError) as error:
-        setattr(error, _EVERYWHERE, True)
-        raise
-
-
 def in_words(
     run: Callable[[argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
@@ -160,7 +148,7 @@ def in_words(
             if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
                 raise
             rank = rank_hint()
-            if rank == 0 or not getattr(error, _EVERYWHERE, False):
+            if rank == 0 or not getattr(error, EVERYWHERE, False):
                 where = f" (rank {rank})" if rank else ""
                 name = run.__module__.rpartition(".")[2]
                 print(f"python -m collectives {name}{where}: {error}", file=sys.stderr)

@@ -6,14 +6,27 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..bootstrap import _mpi_launcher
 from ..communicator import Communicator, init, run_threads
-from ..errors import ConfigError
+from ..errors import CollectiveError, ConfigError
+
+EVERYWHERE = "everywhere"  # attribute of an error that every rank raises
 
 # Not passed on to the ranks that a command starts.
 _OURS = ("ranks", "nodes")
+
+
+@contextmanager
+def on_every_rank() -> Iterator[None]:
+    """Errors inside are equal on all ranks, so that one of them tells is enough."""
+    try:
+        yield
+    except (CollectiveError, ValueError) as error:
+        setattr(error, EVERYWHERE, True)
+        raise
 
 
 def add_arguments(parser: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
@@ -83,6 +96,19 @@ def with_ranks(args: argparse.Namespace, command: str, body: Callable[[Communica
 
     Raises ConfigError where ranks are asked for that cannot be had.
     """
+    with on_every_rank():
+        _check(args)
+    if args.threads:
+        nodes = [r * (args.nodes or 1) // args.threads for r in range(args.threads)]
+        return int(run_threads(args.threads, body, nodes=nodes)[0])
+    if args.ranks:
+        return _start(args, command)
+    with init() as comm:
+        status = body(comm)
+        return status if comm.rank == 0 else 0
+
+
+def _check(args: argparse.Namespace) -> None:
     wanted = args.ranks or args.threads
     if args.ranks and args.threads:
         raise ConfigError("--ranks starts processes and --threads threads; give one of them")
@@ -96,14 +122,6 @@ def with_ranks(args: argparse.Namespace, command: str, body: Callable[[Communica
             f"{option} starts ranks, but this process is a rank of a launcher already; leave "
             f"{option} out, or start the command without the launcher"
         )
-    if args.threads:
-        nodes = [r * (args.nodes or 1) // args.threads for r in range(args.threads)]
-        return int(run_threads(args.threads, body, nodes=nodes)[0])
-    if args.ranks:
-        return _start(args, command)
-    with init() as comm:
-        status = body(comm)
-        return status if comm.rank == 0 else 0
 
 
 def _start(args: argparse.Namespace, command: str) -> int:

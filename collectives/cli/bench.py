@@ -117,12 +117,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
-    _collectives(args.collective)
-    for name in args.algorithm or ():
-        _common.algorithm(name)
-    if args.in_place and args.out_of_place:
-        raise ConfigError("--in-place and --out-of-place leave nothing; both is what comes without")
-    sizes(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
+    with _ranks.on_every_rank():
+        _collectives(args.collective)
+        for name in args.algorithm or ():
+            _common.algorithm(name)
+        if args.in_place and args.out_of_place:
+            raise ConfigError("--in-place and --out-of-place leave nothing; leave both out")
+        sizes(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
     _common.check_writable(args.json)
     return _ranks.with_ranks(args, "bench", lambda comm: _measure(comm, args))
 
@@ -142,7 +143,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
         for c in _collectives(args.collective)
     ]
     algorithms = args.algorithm or ["auto"]
-    with _common.on_every_rank():
+    with _ranks.on_every_rank():
         for case in cases:
             for algorithm in algorithms:
                 check_case(comm, case, algorithm, args.order)

@@ -101,13 +101,14 @@ class Results:
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
-    for name in args.only or ():
-        _common.algorithm(name)
-    sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
-    if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
-    if args.png and args.collective == "barrier":
-        raise ConfigError("--png draws times over sizes; a barrier has none")
+    with _ranks.on_every_rank():
+        for name in args.only or ():
+            _common.algorithm(name)
+        sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
+        if args.png and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
+        if args.png and args.collective == "barrier":
+            raise ConfigError("--png draws times over sizes; a barrier has none")
     _common.check_writable(args.json, args.png)
     return _ranks.with_ranks(args, "compare", lambda comm: _compare(comm, args))
 
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare(comm: Communicator, args: argparse.Namespace) -> int:
     root = args.root if args.collective in ROOTED else 0
     case = Case(args.collective, comm.size, args.datatype, args.op, root)
-    with _common.on_every_rank():
+    with _ranks.on_every_rank():
         check_case(comm, case, "auto", None)
         for name in args.only or ():
             check_case(comm, case, name, None)

@@ -113,9 +113,9 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     case = Case(args.collective, comm.size)
     elements = case.elements(args.bytes)
     in_place = places(args.collective)[-1]
-    bench = Bench(comm, max(1, elements) * case.itemsize, Effort(seconds=0.2))
+    bench = Bench(comm, max(1, elements) * case.itemsize, Effort(seconds=0.1))
     names = candidates(comm, args.collective)
-    with _common.on_every_rank():
+    with _ranks.on_every_rank():
         for name in names:
             check_case(comm, case, name, None)
     runners = [bench.runner(bench.bound(case, name, elements, in_place)) for name in names]

@@ -31,7 +31,7 @@ def _shared_memory(collective: str, nranks: int) -> list[Choice]:
         # Two ranks: one shot moves as many bytes as two and needs one hop less. More: two-shot divides the reductions.
         if nranks == 2:
             return [Choice(ANY_SIZE, "direct_one_shot")]
-        return [Choice(32 << 10, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot")]
+        return [Choice(24 << 10, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot")]
     if collective in ("reduce_scatter", "all_gather", "all_to_all"):
         return [Choice(ANY_SIZE, "direct_two_shot")]
     return [Choice(ANY_SIZE, "direct_one_shot")]
@@ -103,6 +103,8 @@ class Tuner:
                 return f"forced by COLLECTIVES_ALGORITHM ({rule})"
         if self.one_region:
             return "all ranks share memory, so one hop reaches everybody"
+        if len(set(self.node)) == 1:
+            return "the ranks of this node share no memory, so every hop is a message of MPI"
         if len(set(self.node)) == self.nranks:
             return "each rank is on a node of its own, so every hop crosses the network"
         return "several nodes of several ranks: data are combined within a node before they cross the network"
@@ -110,7 +112,7 @@ class Tuner:
     def _merge(self, collective: str) -> list[Choice]:
         if self.one_region:
             table = _shared_memory(collective, self.nranks)
-        elif len(set(self.node)) == self.nranks:
+        elif len(set(self.node)) in (1, self.nranks):  # one node: its ranks share no memory
             table = _one_rank_a_node(collective, self.nranks)
         else:
             table = _several_nodes(collective, self.nranks)
@@ -155,11 +157,12 @@ def host_tuning(nranks: int, ncpus: int) -> _core.HostTuning:
     """
     tuning = _core.HostTuning()
     tuning.lines_max = 1152
-    tuning.chunk_bytes = 128 << 10
+    tuning.chunk_bytes = 64 << 10
     tuning.nontemporal_min = 8 << 20
-    tuning.symmetric_min = 32 << 10
+    tuning.symmetric_min = 8 << 10
     # With fewer CPUs than ranks a rank that spins keeps the one it waits for from running.
-    tuning.spins = 2000 if ncpus >= nranks else 1
+    tuning.crowded = ncpus < nranks
+    tuning.spins = 1 if tuning.crowded else 2000
     tuning.lanes = 2
     tuning.segment_bytes = 128 << 10
     return tuning

@@ -44,9 +44,10 @@ class LinkModel:
 
 
 # Fitted by `compare --fit` to all_reduce of float32, 4 B to 4 MiB, with two ranks, each bound to a
-# core of a two-core virtual machine (Xeon, AVX-512, a cache line exchanged in 132 ns), over Open MPI
-# 5.0.11 where that carries the data. Half of those times are predicted within a factor of 1.2, nine
-# of ten within 1.6, the worst (threads, 256 B, disturbed by other programs) within 3.6. "direct" is for the direct algorithms, which ranks that share memory run without messages;
+# core of a two-core virtual machine (Xeon, AVX-512, a cache line exchanged in 132 ns), over Open
+# MPI 5.0.11 where that carries the data. Half of those times are predicted within a factor of 1.2,
+# nine of ten within 1.6, the worst (threads, 256 B, disturbed by other programs) within 3.6.
+# "direct" is for the direct algorithms, which ranks that share memory run without messages;
 # "steps" for all others.
 LINKS: dict[str, dict[str, LinkModel]] = {
     "threads": {
