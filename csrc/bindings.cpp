@@ -374,6 +374,7 @@ PYBIND11_MODULE(_core, m) {
           py::return_value_policy::reference_internal)
       .def_property_readonly("closed", &Communicator::closed)
       .def_property_readonly("broken", &Communicator::broken)
+      .def("forget_plans", &Communicator::forget_plans)
       .def("intern", &Communicator::intern)
       .def("define", &Communicator::define)
       .def("caller", &make_caller)

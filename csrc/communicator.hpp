@@ -72,6 +72,8 @@ class Communicator : public Watch {
 
   // A number for an algorithm name, to be used in run().
   int intern(const std::string& algorithm);
+  // Plans are made anew: after a change of tuning().
+  void forget_plans() { plans_.clear(); }
   // Gives the schedule of an algorithm that the registry does not know.
   void define(const std::string& algorithm, const Schedule& schedule);
 

@@ -164,7 +164,7 @@ def host_tuning(nranks: int, ncpus: int) -> _core.HostTuning:
     tuning.crowded = ncpus < nranks
     tuning.spins = 1 if tuning.crowded else 2000
     tuning.lanes = 2
-    tuning.segment_bytes = 128 << 10
+    tuning.segment_bytes = 64 << 10
     return tuning
 
 
