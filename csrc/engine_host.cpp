@@ -67,6 +67,7 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
   for (auto& strand : plan.strands_) {
     strand.at = 0;
     strand.segment = strand.lane;
+    strand.lent.clear();
   }
   unfinished_ = plan.strands_.size();
   for (const auto& [port, messages] : plan.expected_) port->expect(messages);
@@ -142,6 +143,21 @@ void HostEngine::check_message(const HostPlan::Strand& strand, const Step& step,
                   ": the ranks no longer run the same calls");
 }
 
+// True if no message in flight is sent from these bytes. Asks the transport about those that are.
+bool HostEngine::writable(HostPlan::Strand& strand, const std::byte* p, std::size_t bytes) {
+  for (std::size_t i = 0; i < strand.lent.size();) {
+    auto& lent = strand.lent[i];
+    if (p + bytes <= lent.begin || lent.end <= p) {
+      ++i;
+      continue;
+    }
+    if (lent.port->completed() < lent.ticket) return false;
+    lent = strand.lent.back();
+    strand.lent.pop_back();
+  }
+  return true;
+}
+
 // One step of a strand for its segment; false if data or a slot are missing yet.
 bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
   const HostPlan::BoundStep& bound = strand.steps[strand.at];
@@ -156,6 +172,13 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
       std::size_t total = 0;
       for (const Piece* p = first; p != last; ++p)
         total += plan.layout_.length(p->chunk, s) * element;
+      const bool bare = step.npieces == 1 && total >= bound.to->bare_min();
+      if (bare) {
+        const std::byte* from = address(plan, strand, *first, first->src);
+        if (!bound.to->send_from(reinterpret_cast<const char*>(from), total)) return false;
+        strand.lent.push_back({bound.to, bound.to->sent(), from, from + total});
+        return true;
+      }
       char* slot = bound.to->acquire(total);
       if (slot == nullptr) return false;
       std::size_t at = 0;
@@ -170,13 +193,24 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
 
     case StepKind::recv:
     case StepKind::recv_send: {
-      Header header;
-      const char* message = bound.from->peek(&header);
-      if (message == nullptr) return false;
       std::size_t total = 0;
       for (const Piece* p = first; p != last; ++p)
         total += plan.layout_.length(p->chunk, s) * element;
+      Header header{static_cast<std::uint32_t>(total), 0, tag_};
+      const char* message = nullptr;
+      if (step.npieces == 1 && total >= bound.from->bare_min()) {
+        std::size_t bytes = 0;
+        message = bound.from->peek_bare(&bytes);
+        header.bytes = static_cast<std::uint32_t>(bytes);
+      } else {
+        message = bound.from->peek(&header);
+      }
+      if (message == nullptr) return false;
       check_message(strand, step, header, total);
+      if (!strand.lent.empty())
+        for (const Piece* p = first; p != last; ++p)
+          if (const std::byte* kept = address(plan, strand, *p, p->dst))
+            if (!writable(strand, kept, plan.layout_.length(p->chunk, s) * element)) return false;
       char* slot = nullptr;
       if (step.kind == StepKind::recv_send) {
         slot = bound.to->acquire(total);
@@ -202,7 +236,12 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
         at += bytes;
       }
       bound.from->release();
-      if (slot != nullptr) bound.to->commit({static_cast<std::uint32_t>(total), 0, tag_});
+      if (slot != nullptr) {
+        if (step.npieces == 1 && total >= bound.to->bare_min())
+          bound.to->commit_bare(total);
+        else
+          bound.to->commit({static_cast<std::uint32_t>(total), 0, tag_});
+      }
       return true;
     }
 
@@ -211,7 +250,9 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
         std::byte* to = address(plan, strand, *p, p->dst);
         const std::byte* from = address(plan, strand, *p, p->src);
         const std::size_t bytes = plan.layout_.length(p->chunk, s) * element;
-        if (to != from && bytes != 0) std::memcpy(to, from, bytes);
+        if (to == from || bytes == 0) continue;
+        if (!writable(strand, to, bytes)) return false;
+        std::memcpy(to, from, bytes);
       }
       return true;
 
@@ -223,6 +264,7 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
       for (const Piece* p = first; p != last; ++p)
         operands.push_back(address(plan, strand, *p, p->src));
       void* out = address(plan, strand, *first, first->dst);
+      if (!writable(strand, static_cast<std::byte*>(out), count * element)) return false;
       reduce_(&out, 1, operands.data(), step.npieces, count,
               finish_of(*first, *call_, plan.nranks_));
       return true;

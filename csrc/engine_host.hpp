@@ -47,7 +47,15 @@ class HostPlan {
     int lane;
     int channel;          // FIFO channel
     std::size_t scratch;  // offset of its cells
-    // Run state.
+    // Run state. `lent`: memory that messages in flight are sent from, and that must not be written
+    // before.
+    struct Lent {
+      SendPort* port;
+      std::uint64_t ticket;
+      const std::byte* begin;
+      const std::byte* end;
+    };
+    std::vector<Lent> lent;
     std::size_t at = 0;
     std::uint64_t segment = 0;
   };
@@ -75,6 +83,7 @@ class HostEngine {
   bool advance(HostPlan& plan, HostPlan::Strand& strand);
   std::byte* address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece,
                      const Place& place) const;
+  static bool writable(HostPlan::Strand& strand, const std::byte* p, std::size_t bytes);
   void check_message(const HostPlan::Strand& strand, const Step& step, const Header& header,
                      std::uint64_t expected) const;
 

@@ -28,6 +28,21 @@ class SendPort {
   virtual char* acquire(std::size_t bytes) = 0;
   // Hands the acquired message over.
   virtual void commit(const Header& header) = 0;
+
+  // A *bare* message has no header; its sender and receiver both know that it comes. Messages of at
+  // least this many bytes may be bare. A transport that must copy anyway has no use for it.
+  virtual std::size_t bare_min() const { return ~std::size_t{0}; }
+  // Hands over the acquired slot as a bare message.
+  virtual void commit_bare(std::size_t bytes) { (void)bytes; }
+  // Sends a bare message from where it lies; false while the FIFO is full. The data must stay until
+  // completed() has reached the value that sent() has after this.
+  virtual bool send_from(const char* data, std::size_t bytes) {
+    (void)data, (void)bytes;
+    return false;
+  }
+  virtual std::uint64_t sent() const { return 0; }
+  virtual std::uint64_t completed() { return 0; }
+
   // True when the peer or the network has taken all committed messages, so that buffers may be
   // reused.
   virtual bool flushed() = 0;
@@ -41,6 +56,13 @@ class RecvPort {
   // The oldest message, nullptr while there is none. Valid until release().
   virtual const char* peek(Header* header) = 0;
   virtual void release() = 0;
+
+  virtual std::size_t bare_min() const { return ~std::size_t{0}; }
+  // The oldest message, which is bare.
+  virtual const char* peek_bare(std::size_t* bytes) {
+    (void)bytes;
+    return nullptr;
+  }
 };
 
 class Transport {

@@ -21,6 +21,10 @@ constexpr std::size_t kPoisonBytes =
 constexpr auto kCloseWait = std::chrono::seconds(1);
 constexpr int kCloseProbes = 64;
 
+// Without a header a message can leave from the caller's memory, which saves a copy; below, the
+// copy is cheaper than a rendezvous. Both ends apply it, so it is fixed.
+constexpr std::size_t kBareMin = 16 << 10;
+
 constexpr int tag_of(int channel) { return 1 + channel; }
 
 // The buffers of one port. A message starts 16 bytes before a multiple of 64, so that the payload
@@ -104,6 +108,29 @@ class MpiTransport::Send final : public SendPort {
     ++filled_;
   }
 
+  std::size_t bare_min() const override { return kBareMin; }
+
+  void commit_bare(std::size_t bytes) override {
+    const std::size_t slot = filled_ % requests_.size();
+    requests_[slot] = wire_.mpi->isend(slots_.payload(slot), bytes, wire_.mpi_rank,
+                                       tag_of(wire_.channel), wire_.comm);
+    ++filled_;
+  }
+
+  bool send_from(const char* data, std::size_t bytes) override {
+    if (filled_ - sent_ == requests_.size() && !reap()) return false;
+    requests_[filled_ % requests_.size()] =
+        wire_.mpi->isend(data, bytes, wire_.mpi_rank, tag_of(wire_.channel), wire_.comm);
+    ++filled_;
+    return true;
+  }
+
+  std::uint64_t sent() const override { return filled_; }
+  std::uint64_t completed() override {
+    flushed();
+    return sent_;
+  }
+
   bool flushed() override {
     while (sent_ != filled_) {
       if (!reap()) return false;
@@ -160,6 +187,21 @@ class MpiTransport::Recv final : public RecvPort {
     }
     *header = header_;
     return slots_.payload(slot);
+  }
+
+  std::size_t bare_min() const override { return kBareMin; }
+
+  const char* peek_bare(std::size_t* bytes) override {
+    if (taken_ == posted_) return nullptr;
+    const std::size_t slot = taken_ % requests_.size();
+    if (!arrived_) {
+      MpiStatus status;
+      if (!test(slot, &status)) return nullptr;
+      header_.bytes = static_cast<std::uint32_t>(status.bytes);
+      arrived_ = true;
+    }
+    *bytes = header_.bytes;
+    return slots_.message(slot);
   }
 
   void release() override {

@@ -547,7 +547,7 @@ class CaseRunner {
       }
       for (std::size_t i = 0; i < kMargin; ++i) {
         if (p[bytes + i] != kCanary) fail("%s: wrote past the end, at +%zu", where(d).c_str(), i);
-        if (p[i - kMargin] != kCanary) fail("%s: wrote before the start", where(d).c_str());
+        if ((p - kMargin)[i] != kCanary) fail("%s: wrote before the start", where(d).c_str());
       }
     }
   }
