@@ -54,7 +54,7 @@ _DTYPE = {name: i for i, name in enumerate(_core.dtypes)}
 _OP = {name: i for i, name in enumerate(_core.ops)}
 _ORDER = {None: 0, "any": 0, "rank": 1}
 
-_MPI_SLOT = 256 << 10
+_MPI_SLOT = 1 << 20
 _MPI_DEPTH = 4
 # Array bytes up to which group() packs all_reduce calls into one.
 _PACK_BELOW = 256 << 10
@@ -144,7 +144,8 @@ class Communicator:
         on_node = [r for r in range(self.size) if self.nodes[r] == self.node]
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
         cpus = {cpu for r in together for cpu in infos[r]["cpus"]}
-        self._tuning = host_tuning(len(together), len(cpus))
+        groups = [reach.count(key) for key in dict.fromkeys(reach)]
+        self._tuning = host_tuning(len(together), len(cpus), messages=len(groups) > 1)
 
         region, failure = self._share_region(together, threads)
         failures = bootstrap.all_gather(failure.encode())
@@ -179,6 +180,12 @@ class Communicator:
                 f"ranks {sorted(set(range(self.size)) - set(together))} are on other hosts than rank {self.rank}, and the ranks met through "
                 f"{bootstrap.kind}: between hosts data go through MPI, so start the job with mpirun"
             )
+        # Programs are cut to the smallest slot that any rank has, so that all cut alike.
+        slots = [region_sizes(n).fifo_slot for n in groups if n > 1 and not self.fallback]
+        slot_bytes = min(
+            [*slots, *([_MPI_SLOT] if has_mpi and len(together) < self.size else [])],
+            default=1 << 20,
+        )
         self._core = _core.Communicator(
             rank=self.rank,
             nranks=self.size,
@@ -191,6 +198,7 @@ class Communicator:
             mpi=mpi,
             threads=threads,
             tuning=self._tuning,
+            slot_bytes=slot_bytes,
             timeout=bootstrap.timeout,
         )
         bootstrap.barrier()

@@ -348,7 +348,8 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, std::vector<int> local_of,
                        std::shared_ptr<Region> region, std::shared_ptr<MpiTransport> mpi,
-                       bool threads, const HostTuning& tuning, double timeout) {
+                       bool threads, const HostTuning& tuning, std::size_t slot_bytes,
+                       double timeout) {
              CommunicatorConfig config;
              config.rank = rank;
              config.nranks = nranks;
@@ -358,12 +359,13 @@ PYBIND11_MODULE(_core, m) {
              config.mpi = std::move(mpi);
              config.threads = threads;
              config.tuning = tuning;
+             config.slot_bytes = slot_bytes;
              config.timeout_s = timeout;
              return std::make_shared<Communicator>(std::move(config));
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"),
            py::arg("region"), py::arg("mpi"), py::arg("threads"), py::arg("tuning"),
-           py::arg("timeout"))
+           py::arg("slot_bytes"), py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transports", &Communicator::transports)

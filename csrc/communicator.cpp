@@ -129,17 +129,15 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
     local_rank = config_.local_of[config_.rank];
     shm_ = std::make_unique<ShmTransport>(config_.region, local_rank, config_.local_of,
                                           config_.threads, config_.tuning.crowded);
-    links_.slot_bytes = shm_->slot_bytes();
   }
-  if (config_.mpi)
-    links_.slot_bytes = links_.slot_bytes ? std::min(links_.slot_bytes, config_.mpi->slot_bytes())
-                                          : config_.mpi->slot_bytes();
+  links_.slot_bytes = config_.slot_bytes;
   for (const Transport* t :
        {static_cast<Transport*>(shm_.get()), static_cast<Transport*>(config_.mpi.get())})
-    if (t != nullptr && t->depth() < kFifoDepth)
-      throw Error(ErrorKind::invalid, std::string{t->name()} + " FIFOs hold " +
-                                          std::to_string(t->depth()) + " messages; programs need " +
-                                          std::to_string(kFifoDepth));
+    if (t != nullptr && (t->depth() < kFifoDepth || t->slot_bytes() < links_.slot_bytes))
+      throw Error(ErrorKind::invalid,
+                  std::string{t->name()} + " FIFOs hold " + std::to_string(t->depth()) +
+                      " messages of " + std::to_string(t->slot_bytes()) + " bytes; programs need " +
+                      std::to_string(kFifoDepth) + " of " + std::to_string(links_.slot_bytes));
   for (int r = 0; r < n; ++r) {
     if (r == config_.rank) continue;
     const bool shared = shm_ && config_.local_of[r] >= 0;

@@ -32,7 +32,7 @@ HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, co
   for (int lane = 0; lane < lanes_; ++lane) {
     const std::uint64_t passes = (layout_.segments() - lane + lanes_ - 1) / lanes_;
     for (int c = 0; c < channels; ++c) {
-      Strand strand{&program_->channels[c], {}, lane, lane * channels + c, scratch_bytes_};
+      Strand strand{&program_->channels[c], {}, lane, lane * channels + c, scratch_bytes_, {}};
       if (strand.program->steps.empty()) continue;
       scratch_bytes_ += cell_bytes_ * program_->scratch_cells;
       for (const Step& step : strand.program->steps) {
@@ -199,6 +199,12 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
       Header header{static_cast<std::uint32_t>(total), 0, tag_};
       const char* message = nullptr;
       if (step.npieces == 1 && total >= bound.from->bare_min()) {
+        std::byte* kept = address(plan, strand, *first, first->dst);
+        if (step.kind == StepKind::recv && !first->reduce && kept != nullptr &&
+            !bound.from->posted()) {
+          if (!writable(strand, kept, total)) return false;
+          bound.from->post_into(reinterpret_cast<char*>(kept), total);
+        }
         std::size_t bytes = 0;
         message = bound.from->peek_bare(&bytes);
         header.bytes = static_cast<std::uint32_t>(bytes);
@@ -231,7 +237,8 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
           if (p->incoming_first) std::swap(operands[0], operands[1]);
           reduce_(outs, nouts, operands, 2, count, finish_of(*p, *call_, plan.nranks_));
         } else {
-          for (int i = 0; i < nouts; ++i) std::memcpy(outs[i], message + at, bytes);
+          for (int i = 0; i < nouts; ++i)
+            if (outs[i] != message + at) std::memcpy(outs[i], message + at, bytes);
         }
         at += bytes;
       }

@@ -58,6 +58,10 @@ class RecvPort {
   virtual void release() = 0;
 
   virtual std::size_t bare_min() const { return ~std::size_t{0}; }
+  // Before the first peek at a bare message: receives it into the caller's memory, where
+  // peek_bare() then finds it.
+  virtual bool posted() const { return true; }
+  virtual void post_into(char* into, std::size_t bytes) { (void)into, (void)bytes; }
   // The oldest message, which is bare.
   virtual const char* peek_bare(std::size_t* bytes) {
     (void)bytes;

@@ -163,106 +163,88 @@ class MpiTransport::Send final : public SendPort {
   std::uint64_t sent_ = 0;
 };
 
-// Receives [taken_, posted_) are posted, or arrived and not yet released; `announced_` more are to
-// be posted.
+// One receive is posted at a time, when its message is asked for: by then it is known where the
+// message belongs. Senders go on meanwhile, as far as their FIFO reaches.
 class MpiTransport::Recv final : public RecvPort {
  public:
-  explicit Recv(const Wire& wire)
-      : wire_(wire),
-        slots_(wire.slot_bytes, wire.depth),
-        requests_(static_cast<std::size_t>(wire.depth)) {}
+  explicit Recv(const Wire& wire) : wire_(wire), slot_(wire.slot_bytes, 1) {}
 
-  void expect(std::uint64_t messages) override {
-    announced_ += messages;
-    post();
-  }
+  void expect(std::uint64_t messages) override { announced_ += messages; }
 
   const char* peek(Header* header) override {
-    if (taken_ == posted_) return nullptr;
-    const std::size_t slot = taken_ % requests_.size();
-    if (!arrived_) {
-      MpiStatus status;
-      if (!test(slot, &status)) return nullptr;
-      take(slot, status);
+    if (state_ == State::idle) post(slot_.message(0), sizeof(Header) + wire_.slot_bytes);
+    MpiStatus status;
+    if (state_ == State::posted && test(&status)) {
+      std::memcpy(&header_, where_, sizeof header_);
+      if (status.bytes < sizeof header_ || status.bytes != sizeof header_ + header_.bytes) {
+        bad_message(wire_, ErrorKind::mismatch,
+                    "a message of " + std::to_string(status.bytes) +
+                        " bytes arrived whose header announces " +
+                        std::to_string(sizeof header_ + header_.bytes));
+      }
     }
+    if (state_ != State::arrived) return nullptr;
     *header = header_;
-    return slots_.payload(slot);
+    return where_ + sizeof header_;
   }
 
   std::size_t bare_min() const override { return kBareMin; }
+  bool posted() const override { return state_ != State::idle; }
+  void post_into(char* into, std::size_t bytes) override { post(into, bytes); }
 
   const char* peek_bare(std::size_t* bytes) override {
-    if (taken_ == posted_) return nullptr;
-    const std::size_t slot = taken_ % requests_.size();
-    if (!arrived_) {
-      MpiStatus status;
-      if (!test(slot, &status)) return nullptr;
+    if (state_ == State::idle) post(slot_.payload(0), wire_.slot_bytes);
+    MpiStatus status;
+    if (state_ == State::posted && test(&status))
       header_.bytes = static_cast<std::uint32_t>(status.bytes);
-      arrived_ = true;
-    }
+    if (state_ != State::arrived) return nullptr;
     *bytes = header_.bytes;
-    return slots_.message(slot);
+    return where_;
   }
 
-  void release() override {
-    arrived_ = false;
-    ++taken_;
-    post();
-  }
+  void release() override { state_ = State::idle; }
 
   // Cancels what is posted; false if something was, for then a call ended in the middle. Memory
   // that MPI does not let go of in time stays MPI's.
   bool close(Clock::time_point deadline) {
-    const bool idle = taken_ == posted_;
-    for (MpiRequest& r : requests_) wire_.mpi->cancel(r);
-    bool done = true;
-    for (MpiRequest& r : requests_) {
-      done = poll_until(deadline, [&] { return wire_.mpi->test(r); }) && done;
-    }
-    if (!done) abandon();
-    return idle;
+    if (state_ != State::posted) return true;
+    wire_.mpi->cancel(request_);
+    if (!poll_until(deadline, [&] { return wire_.mpi->test(request_); })) abandon();
+    return false;
   }
   void abandon() {
-    if (taken_ != posted_) slots_.abandon();
+    if (state_ == State::posted) slot_.abandon();
   }
 
  private:
-  void post() {
-    for (; announced_ != 0 && posted_ - taken_ < requests_.size(); --announced_, ++posted_) {
-      const std::size_t slot = posted_ % requests_.size();
-      requests_[slot] = wire_.mpi->irecv(slots_.message(slot), sizeof(Header) + wire_.slot_bytes,
-                                         wire_.mpi_rank, tag_of(wire_.channel), wire_.comm);
-    }
+  enum class State { idle, posted, arrived };
+
+  void post(char* into, std::size_t bytes) {
+    if (announced_ == 0) return;
+    --announced_;
+    where_ = into;
+    request_ = wire_.mpi->irecv(into, bytes, wire_.mpi_rank, tag_of(wire_.channel), wire_.comm);
+    state_ = State::posted;
   }
 
-  bool test(std::size_t slot, MpiStatus* status) {
+  bool test(MpiStatus* status) {
     try {
-      return wire_.mpi->test(requests_[slot], status);
+      if (!wire_.mpi->test(request_, status)) return false;
     } catch (const Error& e) {
       bad_message(wire_, e.kind(),
                   std::string("receiving failed (do all ranks use slots of ") +
                       std::to_string(wire_.slot_bytes) + " bytes?): " + e.what());
     }
-  }
-
-  void take(std::size_t slot, const MpiStatus& status) {
-    std::memcpy(&header_, slots_.message(slot), sizeof header_);
-    if (status.bytes < sizeof header_ || status.bytes != sizeof header_ + header_.bytes) {
-      bad_message(wire_, ErrorKind::mismatch,
-                  "a message of " + std::to_string(status.bytes) +
-                      " bytes arrived whose header announces " +
-                      std::to_string(sizeof header_ + header_.bytes));
-    }
-    arrived_ = true;
+    state_ = State::arrived;
+    return true;
   }
 
   Wire wire_;
-  Slots slots_;
-  std::vector<MpiRequest> requests_;
+  Slots slot_;
+  MpiRequest request_;
+  char* where_ = nullptr;
   std::uint64_t announced_ = 0;
-  std::uint64_t posted_ = 0;
-  std::uint64_t taken_ = 0;
-  bool arrived_ = false;  // the oldest message is here, and header_ is its header
+  State state_ = State::idle;
   Header header_;
 };
 
