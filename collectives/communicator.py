@@ -113,6 +113,8 @@ class Communicator:
             "node": node_key(settings),
             "transport": settings.transport,
             "mpi": has_mpi,
+            "pid": os.getpid(),
+            "probe": _core.pull_probe(),
             "cpus": sorted(os.sched_getaffinity(0)),
         }
         infos = [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
@@ -148,9 +150,16 @@ class Communicator:
         self._tuning = host_tuning(len(together), len(cpus), messages=len(groups) > 1)
 
         region, failure = self._share_region(together, threads)
-        failures = bootstrap.all_gather(failure.encode())
+        pull = not threads and all(
+            _core.can_read_process(infos[r]["pid"], *infos[r]["probe"]) for r in together
+        )
+        verdicts = [
+            json.loads(b) for b in bootstrap.all_gather(json.dumps([failure, pull]).encode())
+        ]
+        failures = [failure for failure, _ in verdicts]
+        pull = all(may for _, may in verdicts)
         if any(failures):
-            words = "; ".join(f"rank {r}: {f.decode()}" for r, f in enumerate(failures) if f)
+            words = "; ".join(f"rank {r}: {f}" for r, f in enumerate(failures) if f)
             if not has_mpi or transport == "shm":
                 raise BootstrapError(f"the ranks cannot share memory: {words}", rank=self.rank)
             region, together = None, [self.rank]
@@ -198,6 +207,7 @@ class Communicator:
             mpi=mpi,
             threads=threads,
             tuning=self._tuning,
+            can_pull=pull,
             slot_bytes=slot_bytes,
             timeout=bootstrap.timeout,
         )

@@ -258,6 +258,12 @@ PYBIND11_MODULE(_core, m) {
     shape.stage_depth = stage_depth;
     return shape;
   };
+  // 8 bytes that other processes try to read, to find out whether they may: (address, value).
+  m.def("pull_probe", [] {
+    static const std::uint64_t value = random_cookie();
+    return std::make_pair(reinterpret_cast<std::uintptr_t>(&value), value);
+  });
+  m.def("can_read_process", &can_read_process);
   m.def(
       "make_region",
       [shape_of](bool shared, int nranks, std::size_t fifo_slot, int fifo_depth,
@@ -310,6 +316,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("chunk_bytes", &HostTuning::chunk_bytes)
       .def_readwrite("nontemporal_min", &HostTuning::nontemporal_min)
       .def_readwrite("symmetric_min", &HostTuning::symmetric_min)
+      .def_readwrite("pull_min", &HostTuning::pull_min)
       .def_readwrite("spins", &HostTuning::spins)
       .def_readwrite("crowded", &HostTuning::crowded)
       .def_readwrite("lanes", &HostTuning::lanes)
@@ -348,8 +355,8 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, std::vector<int> local_of,
                        std::shared_ptr<Region> region, std::shared_ptr<MpiTransport> mpi,
-                       bool threads, const HostTuning& tuning, std::size_t slot_bytes,
-                       double timeout) {
+                       bool threads, const HostTuning& tuning, bool can_pull,
+                       std::size_t slot_bytes, double timeout) {
              CommunicatorConfig config;
              config.rank = rank;
              config.nranks = nranks;
@@ -360,12 +367,13 @@ PYBIND11_MODULE(_core, m) {
              config.threads = threads;
              config.tuning = tuning;
              config.slot_bytes = slot_bytes;
+             config.can_pull = can_pull;
              config.timeout_s = timeout;
              return std::make_shared<Communicator>(std::move(config));
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"),
            py::arg("region"), py::arg("mpi"), py::arg("threads"), py::arg("tuning"),
-           py::arg("slot_bytes"), py::arg("timeout"))
+           py::arg("can_pull"), py::arg("slot_bytes"), py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transports", &Communicator::transports)

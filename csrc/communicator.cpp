@@ -161,7 +161,8 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
     mine.state.store(static_cast<std::uint32_t>(RankState::alive), std::memory_order_release);
     if (everyone && n > 1) {
       gate_ = std::make_unique<Gate>(config_.region, local_rank, numbers_, config_.tuning.crowded);
-      direct_ = std::make_unique<DirectHost>(*gate_, *waiter_, config_.tuning);
+      direct_ = std::make_unique<DirectHost>(*gate_, *waiter_, config_.tuning,
+                                             DirectHost::Reach{config_.threads, config_.can_pull});
     }
   }
 }

@@ -34,6 +34,7 @@ struct CommunicatorConfig {
   std::shared_ptr<MpiTransport> mpi;  // none where all ranks share a region
   bool threads = false;               // the ranks are threads of this process
   HostTuning tuning;
+  bool can_pull = false;       // every rank of the region may read the memory of every other
   std::size_t slot_bytes = 0;  // the smallest of any transport of any rank: equal on all
   double timeout_s = 300;
 };

@@ -1,7 +1,12 @@
 #include "direct_host.hpp"
 
+#include <errno.h>
+#include <sys/uio.h>
+
 #include <algorithm>
 #include <cstring>
+
+#include "errors.hpp"
 
 namespace collectives {
 namespace {
@@ -17,10 +22,12 @@ std::size_t clamped(std::size_t bytes, std::size_t from, std::size_t limit) {
 
 }  // namespace
 
-DirectHost::DirectHost(Gate& gate, Waiter& waiter, const HostTuning& tuning)
+DirectHost::DirectHost(Gate& gate, Waiter& waiter, const HostTuning& tuning, Reach reach)
     : gate_(gate),
       waiter_(waiter),
       tuning_(tuning),
+      shared_addresses_(reach.addresses),
+      can_pull_(reach.pull),
       me_(gate.me()),
       n_(gate.size()),
       line_buffer_(static_cast<std::size_t>(gate.size()) * kLinesBytes) {}
@@ -127,7 +134,22 @@ DirectHost::Tokens DirectHost::tokens(const std::vector<SymmetricSegment>& segme
     t.amount = std::max(call.in.longest(n_), call.out.longest(n_)) * e;
     return t;
   }
-  if (segments.empty() || largest_message() < tuning_.symmetric_min) return t;
+  const std::size_t size = largest_message();
+  if (shared_addresses_ && size >= tuning_.symmetric_min) {
+    t.token = kAddresses;
+    return t;
+  }
+  if (!segments.empty() && size >= tuning_.symmetric_min) t = symmetric_tokens(segments);
+  if (t.token == 0 && can_pull_ && size >= tuning_.pull_min && !reduces(call.collective))
+    t.token = kPull;
+  return t;
+}
+
+DirectHost::Tokens DirectHost::symmetric_tokens(
+    const std::vector<SymmetricSegment>& segments) const {
+  const Call& call = *call_;
+  const std::size_t e = element_;
+  Tokens t;
   switch (call.collective) {
     case Collective::all_reduce:
       t.token = token_of(call.input, call.count * e, segments);
@@ -196,7 +218,7 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
     wait_slot(chunks_);
     fill(0);
   }
-  gate_.announce(mine.token, mine.amount);
+  gate_.announce(mine.token, mine.amount, call.input, call.output);
   gate_.meet(waiter_);
   // Who has come here has drained all chunks of earlier calls.
   drained_seen_ = std::max(drained_seen_, chunks_);
@@ -207,7 +229,7 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
     agreed &= his.token == mine.token && his.amount == mine.amount;
     longest = std::max(longest, his.amount);
   }
-  if (agreed) return symmetric(segments, mine.token, mine.amount);
+  if (agreed) return in_place_of_peers(segments, mine);
 
   const std::size_t bytes = largest_message();
   nontemporal_ = call.input != call.output && bytes >= tuning_.nontemporal_min;
@@ -544,17 +566,50 @@ void DirectHost::two_phase(std::uint64_t chunks) {
   results_ += chunks;
 }
 
-// ---- symmetric
-// ---------------------------------------------------------------------------------------------------------
+// ---- without staging
+// ---------------------------------------------------------------------------------------------------
 
-void DirectHost::symmetric(const std::vector<SymmetricSegment>& segments, std::uint64_t token,
-                           std::uint64_t amount) {
+// Copies from rank q's memory: mapped here, or of another process.
+void DirectHost::fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull) {
+  if (bytes == 0 || to == from) return;
+  if (!pull || q == me_) return copy_bytes(to, from, bytes, nontemporal_);
+  while (bytes != 0) {
+    const iovec local{to, bytes}, remote{const_cast<std::byte*>(from), bytes};
+    const ssize_t got =
+        process_vm_readv(area(q).process.load(std::memory_order_relaxed), &local, 1, &remote, 1, 0);
+    if (got <= 0)
+      throw Error(errno == ESRCH ? ErrorKind::peer_died : ErrorKind::system,
+                  "cannot read the memory of " + gate_.name(q) + ": " + std::strerror(errno));
+    to += got;
+    from += got;
+    bytes -= static_cast<std::size_t>(got);
+  }
+}
+
+// Works on the peers' arrays themselves: symmetric ones, those of threads of this process, or, for
+// movements, by reading another process's memory. Reductions give each rank a share, which it
+// reduces and writes to all.
+void DirectHost::in_place_of_peers(const std::vector<SymmetricSegment>& segments,
+                                   const Tokens& tokens) {
   const Call& call = *call_;
+  const bool pull = tokens.token == kPull;
+  const std::byte* inputs[kMaxLocal];
+  std::byte* outputs[kMaxLocal];
   const auto at = [&](std::uint64_t t, int q) {
     for (const SymmetricSegment& s : segments)
       if (s.id == t >> 40) return s.base[q] + ((t & ((std::uint64_t{1} << 40) - 1)) - 1);
     return static_cast<std::byte*>(nullptr);
   };
+  for (int q = 0; q < n_; ++q) {
+    if (tokens.token == kAddresses || pull) {
+      inputs[q] = gate_.arrival(q).input;
+      outputs[q] = gate_.arrival(q).output;
+    } else {
+      const bool own_block = call.collective == Collective::all_gather && tokens.amount != 0;
+      inputs[q] = at(tokens.token, q) + (own_block ? call.out.offset(q) * element_ : 0);
+      outputs[q] = call.collective == Collective::all_reduce ? at(tokens.amount, q) : nullptr;
+    }
+  }
   const std::size_t bytes = largest_message();
   nontemporal_ = call.input != call.output && bytes >= tuning_.nontemporal_min;
   const std::byte* operands[kMaxLocal];
@@ -565,43 +620,45 @@ void DirectHost::symmetric(const std::vector<SymmetricSegment>& segments, std::u
       const std::size_t begin = std::min(bytes, each * me_);
       const std::size_t part = std::min(bytes, begin + each) - begin;
       for (int q = 0; q < n_; ++q) {
-        operands[q] = at(token, q) + begin;
-        const int to = (me_ + q) % n_;
-        outs[q] = at(amount, to) + begin;
+        operands[q] = inputs[q] + begin;
+        outs[q] = outputs[(me_ + q) % n_] + begin;
       }
       if (part != 0) combine(outs, n_, operands, n_, part / element_, nontemporal_);
       break;
     }
     case Collective::reduce:
-      for (int q = 0; q < n_; ++q) operands[q] = at(token, q);
+      for (int q = 0; q < n_; ++q) operands[q] = inputs[q];
       outs[0] = call.output;
       if (me_ == call.root) combine(outs, 1, operands, n_, call.count, nontemporal_);
       break;
     case Collective::reduce_scatter:
-      for (int q = 0; q < n_; ++q) operands[q] = at(token, q) + call.in.offset(me_) * element_;
+      for (int q = 0; q < n_; ++q) operands[q] = inputs[q] + call.in.offset(me_) * element_;
       outs[0] = call.output;
       if (call.in.length(me_) != 0)
         combine(outs, 1, operands, n_, call.in.length(me_), nontemporal_);
       break;
     case Collective::broadcast:
-      if (me_ != call.root || call.input != call.output)
-        copy_bytes(call.output, at(token, call.root), bytes, nontemporal_);
+      fetch(call.root, call.output, inputs[call.root], bytes, pull);
       break;
+    case Collective::scatter:
+      fetch(call.root, call.output, inputs[call.root] + call.in.offset(me_) * element_,
+            call.in.length(me_) * element_, pull);
+      break;
+    case Collective::gather:
+      if (me_ != call.root) break;
+      [[fallthrough]];
     case Collective::all_gather:
       for (int d = 0; d < n_; ++d) {
         const int q = (me_ + d) % n_;
-        const std::size_t offset = call.out.offset(q) * element_;
-        const std::byte* source = at(token, q) + (amount != 0 ? offset : 0);
-        if (source != call.output + offset)
-          copy_bytes(call.output + offset, source, call.out.length(q) * element_, nontemporal_);
+        fetch(q, call.output + call.out.offset(q) * element_, inputs[q],
+              call.out.length(q) * element_, pull);
       }
       break;
     case Collective::all_to_all:
       for (int d = 0; d < n_; ++d) {
         const int q = (me_ + d) % n_;
-        copy_bytes(call.output + call.out.offset(q) * element_,
-                   at(token, q) + call.in.offset(me_) * element_, call.out.length(q) * element_,
-                   nontemporal_);
+        fetch(q, call.output + call.out.offset(q) * element_,
+              inputs[q] + call.in.offset(me_) * element_, call.out.length(q) * element_, pull);
       }
       break;
     default:

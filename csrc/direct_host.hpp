@@ -31,9 +31,11 @@ struct HostTuning {
   std::size_t nontemporal_min =
       8 << 20;  // results larger than this bypass the caches, unless in place
   std::size_t symmetric_min = 16 << 10;  // below, staging beats the extra barrier
-  bool crowded = false;                  // more ranks than CPUs: waits sleep early
-  int spins = 2000;                      // polls before a wait yields its core
-  int lanes = 2;                         // of the general engine
+  std::size_t pull_min =
+      128 << 10;         // movements of at least this read the peer's memory, where they may
+  bool crowded = false;  // more ranks than CPUs: waits sleep early
+  int spins = 2000;      // polls before a wait yields its core
+  int lanes = 2;         // of the general engine
   std::size_t segment_bytes =
       64 << 10;  // largest piece of a chunk that the general engine moves at once
 };
@@ -47,14 +49,20 @@ struct SymmetricSegment {
 
 class DirectHost {
  public:
-  DirectHost(Gate& gate, Waiter& waiter, const HostTuning& tuning);
+  struct Reach {
+    bool addresses = false;  // the ranks are threads: an address means the same to all
+    bool pull = false;       // every rank may read the memory of every other (process_vm_readv)
+  };
+  DirectHost(Gate& gate, Waiter& waiter, const HostTuning& tuning, Reach reach);
 
   // Runs the call; `two_shot` chooses all_reduce's shape. Calls gate.begin() itself.
   void run(const Call& call, bool two_shot, const Signature& signature, std::uint64_t hash,
            const std::vector<SymmetricSegment>& segments);
 
  private:
-  static constexpr int kMaxLocal = 256;  // ranks of one region
+  static constexpr std::uint64_t kAddresses = 1,
+                                 kPull = 2;  // tokens of symmetric memory are larger
+  static constexpr int kMaxLocal = 256;      // ranks of one region
 
   enum class Shape {
     shared,     // a staging slot holds one part that all readers read
@@ -71,6 +79,7 @@ class DirectHost {
 
   std::size_t largest_message() const;
   Tokens tokens(const std::vector<SymmetricSegment>& segments) const;
+  Tokens symmetric_tokens(const std::vector<SymmetricSegment>& segments) const;
   std::uint64_t token_of(const void* p, std::size_t bytes,
                          const std::vector<SymmetricSegment>& segments) const;
 
@@ -87,8 +96,8 @@ class DirectHost {
   void drain(std::uint64_t k);
   void pipeline(std::uint64_t chunks);
   void two_phase(std::uint64_t chunks);
-  void symmetric(const std::vector<SymmetricSegment>& segments, std::uint64_t token,
-                 std::uint64_t amount);
+  void in_place_of_peers(const std::vector<SymmetricSegment>& segments, const Tokens& tokens);
+  void fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull);
 
   void set(Counter& counter, std::uint64_t value);
   void wait_counter(Counter RankArea::*counter, int q, std::uint64_t value, const char* what);
@@ -100,6 +109,7 @@ class DirectHost {
   Gate& gate_;
   Waiter& waiter_;
   const HostTuning& tuning_;
+  bool shared_addresses_, can_pull_;
   int me_, n_;
   std::uint64_t chunks_ = 0;        // staging chunks of all calls so far, the same on all ranks
   std::uint64_t results_ = 0;       // result chunks

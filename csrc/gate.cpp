@@ -11,13 +11,16 @@ Gate::Gate(std::shared_ptr<Region> region, int me, std::vector<int> names, bool 
       names_(std::move(names)),
       crowded_(crowded) {}
 
-void Gate::announce(std::uint64_t token, std::uint64_t amount) {
+void Gate::announce(std::uint64_t token, std::uint64_t amount, const std::byte* input,
+                    std::byte* output) {
   RankArea& mine = region_->rank(me_);
   Arrival& arrival = mine.arrival[sequence_ & 1];
   mine.signature[sequence_ & 1] = *signature_;
   arrival.hash = hash_;
   arrival.token = token;
   arrival.amount = amount;
+  arrival.input = input;
+  arrival.output = output;
   // Publishes the fields above, the signature and everything staged for this call.
   arrival.sequence.store(sequence_, std::memory_order_release);
   announced_ = true;

@@ -46,7 +46,8 @@ class Gate {
 
   // Tells the peers that this rank has joined, with what the call needs to say. Writes made before
   // (staged data) are visible to whoever sees the announcement.
-  void announce(std::uint64_t token = 0, std::uint64_t amount = 0);
+  void announce(std::uint64_t token = 0, std::uint64_t amount = 0, const std::byte* input = nullptr,
+                std::byte* output = nullptr);
 
   // Waits until all have announced this call; throws Error(mismatch) on every rank if hashes
   // differ.

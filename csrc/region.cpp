@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cinttypes>
@@ -74,6 +75,12 @@ struct Region::Head {
   std::atomic<std::uint64_t> tick_rate;
   char reason[kAbortReason];
 };
+
+bool can_read_process(int pid, std::uintptr_t address, std::uint64_t expected) {
+  std::uint64_t seen = 0;
+  const iovec local{&seen, sizeof seen}, remote{reinterpret_cast<void*>(address), sizeof seen};
+  return process_vm_readv(pid, &local, 1, &remote, 1, 0) == sizeof seen && seen == expected;
+}
 
 std::uint64_t random_cookie() {
   std::uint64_t cookie = 0;

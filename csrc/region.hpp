@@ -38,8 +38,10 @@ static_assert(sizeof(Line) == 64);
 // What a rank announces when it joins call `sequence`.
 struct alignas(64) Arrival {
   std::atomic<std::uint64_t> sequence;
-  std::uint64_t hash;    // of the call's signature
-  std::uint64_t token;   // symmetric buffer in use (0: none)
+  std::uint64_t hash;      // of the call's signature
+  std::uint64_t token;     // symmetric buffer in use (0: none)
+  const std::byte* input;  // the call's arrays, in the announcer's own address space
+  std::byte* output;
   std::uint64_t amount;  // call-specific (largest block of an all_to_all_v)
 };
 
@@ -118,9 +120,10 @@ class Region {
   void close_handle();  // once every peer has opened it
 
   std::atomic<std::uint32_t>& abort_word();  // 0, or who gave up and how (communicator.cpp)
-  // Clock ticks per second as the first rank that asked measured them (bench.cpp): all ranks must use one value.
+  // Clock ticks per second as the first rank that asked measured them (bench.cpp): all ranks must
+  // use one value.
   std::atomic<std::uint64_t>& tick_rate();
-  char* abort_reason();                      // kAbortReason bytes
+  char* abort_reason();  // kAbortReason bytes
   RankArea& rank(int r);
   std::byte* stage(int r, std::uint64_t slot);  // slot taken modulo the depth
   std::byte* result(int r, std::uint64_t slot);
@@ -149,6 +152,10 @@ class Region {
   std::size_t ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,
               fifo_data_ = 0;
 };
+
+// True if this process may read the memory of process `pid`, tried on 8 bytes at `address` that
+// hold `expected`.
+bool can_read_process(int pid, std::uintptr_t address, std::uint64_t expected);
 
 // A memfd of `bytes`, and the handle by which other processes of this user open it.
 int make_memfd(const char* name, std::size_t bytes);

@@ -162,6 +162,7 @@ def host_tuning(nranks: int, ncpus: int, *, messages: bool) -> _core.HostTuning:
     tuning.chunk_bytes = 64 << 10
     tuning.nontemporal_min = 8 << 20
     tuning.symmetric_min = 8 << 10
+    tuning.pull_min = 128 << 10
     # With fewer CPUs than ranks a rank that spins keeps the one it waits for from running.
     tuning.crowded = ncpus < nranks
     tuning.spins = 1 if tuning.crowded else 2000
