@@ -140,8 +140,14 @@ DirectHost::Tokens DirectHost::tokens(const std::vector<SymmetricSegment>& segme
     return t;
   }
   if (!segments.empty() && size >= tuning_.symmetric_min) t = symmetric_tokens(segments);
-  if (t.token == 0 && can_pull_ && size >= tuning_.pull_min && !reduces(call.collective))
-    t.token = kPull;
+  if (t.token == 0 && can_pull_ && !reduces(call.collective)) {
+    const bool same = call.collective == Collective::broadcast ||
+                      call.collective == Collective::all_gather ||
+                      call.collective == Collective::gather;
+    const std::size_t total =
+        same && call.collective != Collective::broadcast ? call.out.total(n_) * element_ : size;
+    if (total >= (same ? tuning_.pull_shared_min : tuning_.pull_split_min)) t.token = kPull;
+  }
   return t;
 }
 

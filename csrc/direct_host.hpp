@@ -31,8 +31,10 @@ struct HostTuning {
   std::size_t nontemporal_min =
       8 << 20;  // results larger than this bypass the caches, unless in place
   std::size_t symmetric_min = 16 << 10;  // below, staging beats the extra barrier
-  std::size_t pull_min =
-      128 << 10;         // movements of at least this read the peer's memory, where they may
+  // Movements of at least this read the peer's memory, where they may: where all read the same, and
+  // where each has its own part.
+  std::size_t pull_shared_min = 2 << 20;
+  std::size_t pull_split_min = 256 << 10;
   bool crowded = false;  // more ranks than CPUs: waits sleep early
   int spins = 2000;      // polls before a wait yields its core
   int lanes = 2;         // of the general engine

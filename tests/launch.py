@@ -56,7 +56,8 @@ class Result(NamedTuple):
 def command(launcher: str, n: int) -> tuple[list[str], dict[str, str]]:
     """What starts n ranks of a program, and its environment; skips the test where it lacks."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
-    environment |= {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error"}
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error"}
     if launcher == "run":
         return [sys.executable, "-m", "collectives", "run", "-n", str(n)], environment
     if launcher == "openmpi":
