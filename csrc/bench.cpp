@@ -32,7 +32,8 @@ BenchClock::BenchClock(Communicator& comm) {
     const std::uint64_t ns = now_ns(), ticks = __builtin_ia32_rdtsc();
     while (now_ns() - ns < 20000000) cpu_relax();
     const double seconds = static_cast<double>(now_ns() - ns) * 1e-9;
-    const auto measured = static_cast<std::uint64_t>(static_cast<double>(__builtin_ia32_rdtsc() - ticks) / seconds);
+    const auto measured =
+        static_cast<std::uint64_t>(static_cast<double>(__builtin_ia32_rdtsc() - ticks) / seconds);
     rate.compare_exchange_strong(known, measured);
     known = rate.load();
   }
@@ -57,8 +58,9 @@ std::uint64_t BenchClock::nanoseconds(std::uint64_t ticks) const {
   return counter_ ? static_cast<std::uint64_t>(static_cast<double>(ticks) * scale_) : ticks;
 }
 
-std::vector<Stamp> time_loop(const BenchClock& clock, int warmup, int iterations, const TouchedInput& touched,
-                             const std::function<void()>& meet, const std::function<void()>& body) {
+std::vector<Stamp> time_loop(const BenchClock& clock, int warmup, int iterations,
+                             const TouchedInput& touched, const std::function<void()>& meet,
+                             const std::function<void()>& body) {
   std::vector<Stamp> stamps(iterations);
   for (int i = -warmup; i < iterations; ++i) {
     touch(touched);

@@ -24,8 +24,9 @@ struct TouchedInput {
   std::size_t bytes = 0;
 };
 
-// Reads a clock that all ranks of a region share, in nanoseconds. On x86 it is the time stamp counter, whose read costs a third of a
-// system clock's: a small all_reduce takes only a few times as long.
+// Reads a clock that all ranks of a region share, in nanoseconds. On x86 it is the time stamp
+// counter, whose read costs a third of a system clock's: a small all_reduce takes only a few times
+// as long.
 class BenchClock {
  public:
   explicit BenchClock(Communicator& comm);
@@ -38,8 +39,9 @@ class BenchClock {
 };
 
 // `meet` is a barrier over the ranks that take part; `body` the call.
-std::vector<Stamp> time_loop(const BenchClock& clock, int warmup, int iterations, const TouchedInput& touched,
-                             const std::function<void()>& meet, const std::function<void()>& body);
+std::vector<Stamp> time_loop(const BenchClock& clock, int warmup, int iterations,
+                             const TouchedInput& touched, const std::function<void()>& meet,
+                             const std::function<void()>& body);
 
 // Median time, in seconds, in which two ranks of a region exchange a cache line; 0 with fewer than
 // two. Collective.

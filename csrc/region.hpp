@@ -146,7 +146,6 @@ class Region {
   std::byte* base_ = nullptr;
   std::size_t bytes_ = 0;
   int fd_ = -1;
-  bool owned_mapping_ = true;
   std::uint64_t cookie_ = 0;
   // Offsets of the parts.
   std::size_t ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,

@@ -9,7 +9,8 @@ namespace collectives {
 namespace {
 
 std::vector<const Algorithm*>& registry() {
-  static std::vector<const Algorithm*> all;
+  // Never destroyed: algorithms live as long as the process.
+  static auto& all = *new std::vector<const Algorithm*>;
   return all;
 }
 

@@ -309,6 +309,34 @@ def run_cases(comm: cc.Communicator, cases: Iterable[Case]) -> int:
     return done
 
 
+def hammer(comm: cc.Communicator, cases: Iterable[Case], rounds: int = 10) -> int:
+    """Runs each case again and again in the same arrays, and spoils them right after each call.
+
+    A peer that still reads this rank's memory, or writes it, after the call has returned is seen.
+    """
+    done = 0
+    for case in cases:
+        turns = [case._replace(seed=case.seed + i % 2) for i in range(rounds)]
+        wanted = [expected(turn, comm.size)[comm.rank] for turn in turns[:2]]
+        sources = [make_input(turn, comm.rank, comm.size) for turn in turns[:2]]
+        x = np.empty_like(sources[0])
+        out = None if wanted[0] is None else np.empty_like(wanted[0])
+        if case.collective == "broadcast":
+            out = x
+        for i, turn in enumerate(turns):
+            x[:] = sources[i % 2]
+            got = call(comm, turn, x, out)
+            if out is not x:
+                x.view(np.uint8)[:] = 0xEE
+            words = difference(got, wanted[i % 2])
+            if words:
+                raise AssertionError(f"rank {comm.rank} of {comm.size}, round {i}, {turn}: {words}")
+            if out is not None:
+                out.view(np.uint8)[:] = 0xEE
+            done += 1
+    return done
+
+
 def on_threads(n: int, cases: Iterable[Case], nodes: Sequence[int] | None = None) -> int:
     """Checks all cases on n ranks that are threads; returns how many."""
     cases = list(cases)

@@ -18,7 +18,19 @@ from pathlib import Path
 import pytest
 
 from collectives import bootstrap
-from collectives.bootstrap import Mpi, Server, Solo, Tcp, Threads, detect, listen, through_store
+from collectives.bootstrap import (
+    Mpi,
+    Server,
+    Solo,
+    Tcp,
+    Threads,
+    client,
+    detect,
+    listen,
+    through_store,
+    wire,
+)
+from collectives.bootstrap import server as server_module
 from collectives.config import Settings
 from collectives.errors import (
     AbortedError,
@@ -318,9 +330,9 @@ def test_a_server_that_does_not_know_the_secret_is_refused():
     def pretend():
         sock, _ = listener.accept()
         with sock:
-            sock.sendall(bootstrap._MAGIC + bytes(32))
+            sock.sendall(wire.MAGIC + bytes(32))
             heard.append(sock.recv(200))
-            sock.sendall(bootstrap._ACCEPTED + bytes(32))
+            sock.sendall(wire.ACCEPTED + bytes(32))
             heard.append(sock.recv(200))
 
     thread = threading.Thread(target=pretend)
@@ -329,7 +341,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused():
         Tcp(listener.getsockname(), rank=0, size=2, secret=SECRET, timeout=5)
     thread.join()
     listener.close()
-    assert len(heard[0]) == bootstrap._ANSWER and heard[1] == b""
+    assert len(heard[0]) == wire.ANSWER and heard[1] == b""
 
 
 def test_another_program_at_the_port():
@@ -361,8 +373,8 @@ def strangers():
     yield lambda s: None  # a scanner that says nothing
     yield lambda s: s.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
     yield lambda s: s.sendall(os.urandom(4096))
-    yield lambda s: s.sendall(bootstrap._MAGIC)  # right so far, and then silence
-    yield lambda s: s.sendall(bootstrap._MAGIC + bytes(64))  # a proof that is wrong
+    yield lambda s: s.sendall(wire.MAGIC)  # right so far, and then silence
+    yield lambda s: s.sendall(wire.MAGIC + bytes(64))  # a proof that is wrong
     yield lambda s: s.close()
     yield lambda s: (
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)),
@@ -373,13 +385,13 @@ def strangers():
 def speak(server, after):
     """A peer that knows the secret and then sends `after`, which makes its bytes from the link."""
     sock = socket.create_connection(server.address)
-    greeting = bootstrap._receive_exactly(sock, bootstrap._GREETING)
+    greeting = client.receive_exactly(sock, wire.GREETING)
     theirs, ours = greeting[8:], bytes(32)
-    proof = bootstrap._proof(SECRET, b"rank", theirs, ours)
-    sock.sendall(bootstrap._MAGIC + ours + proof)
-    assert bootstrap._receive_exactly(sock, bootstrap._VERDICT).startswith(bootstrap._ACCEPTED)
-    key = bootstrap._proof(SECRET, b"key", theirs, ours)
-    sock.sendall(after(bootstrap._Link(key, b"rank", b"server", 1 << 20)))
+    proof = wire.proof(SECRET, b"rank", theirs, ours)
+    sock.sendall(wire.MAGIC + ours + proof)
+    assert client.receive_exactly(sock, wire.VERDICT).startswith(wire.ACCEPTED)
+    key = wire.proof(SECRET, b"key", theirs, ours)
+    sock.sendall(after(wire.Link(key, b"rank", b"server", 1 << 20)))
     sock.settimeout(5)
     return sock
 
@@ -402,16 +414,16 @@ def test_garbage_does_not_disturb_a_job():
                 stranger(sock)
             opened.append(sock)
         # Those who know the secret, and do not keep to the protocol.
-        huge = bootstrap._HEADER.pack(bootstrap._HELLO, 1 << 62)
-        forged = bootstrap._HEADER.pack(bootstrap._HELLO, 2) + bytes(32) + b"{}"
+        huge = wire.HEADER.pack(wire.HELLO, 1 << 62)
+        forged = wire.HEADER.pack(wire.HELLO, 2) + bytes(32) + b"{}"
         for after in (
             lambda link: huge,
             lambda link: forged,
-            lambda link: link.seal(bootstrap._HELLO, b"no json"),
-            lambda link: link.seal(bootstrap._HELLO, b"{}"),
-            lambda link: link.seal(bootstrap._HELLO, json.dumps({"rank": []}).encode()),
-            lambda link: link.seal(bootstrap._HELLO, b"[" * 60_000),
-            lambda link: link.seal(bootstrap._CALL, b""),
+            lambda link: link.seal(wire.HELLO, b"no json"),
+            lambda link: link.seal(wire.HELLO, b"{}"),
+            lambda link: link.seal(wire.HELLO, json.dumps({"rank": []}).encode()),
+            lambda link: link.seal(wire.HELLO, b"[" * 60_000),
+            lambda link: link.seal(wire.CALL, b""),
             lambda link: link.seal(99, b""),
         ):
             with speak(server, after) as sock:
@@ -427,15 +439,15 @@ def test_garbage_does_not_disturb_a_job():
 
 
 def test_silent_strangers_are_dropped(monkeypatch):
-    monkeypatch.setattr(bootstrap, "_HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.1)
     with serving(2) as server, socket.create_connection(server.address) as sock:
         sock.settimeout(5)
-        assert sock.recv(bootstrap._GREETING).startswith(bootstrap._MAGIC)
+        assert sock.recv(wire.GREETING).startswith(wire.MAGIC)
         assert hangs_up(sock)
 
 
 def test_strangers_are_limited_in_number(monkeypatch):
-    monkeypatch.setattr(bootstrap, "_STRANGERS", 2)
+    monkeypatch.setattr(server_module, "STRANGERS", 2)
     with serving(1) as server:
         socks = [socket.create_connection(server.address) for _ in range(5)]
         for sock in socks[:2]:  # the oldest make room
@@ -464,7 +476,7 @@ def test_a_frame_cannot_be_replayed():
 
         def greet(link):
             links.append(link)
-            return link.seal(bootstrap._HELLO, json.dumps(hello).encode())
+            return link.seal(wire.HELLO, json.dumps(hello).encode())
 
         def answer():
             while (frame := links[0].next()) is None:
@@ -472,10 +484,10 @@ def test_a_frame_cannot_be_replayed():
             return frame[0]
 
         with speak(server, greet) as sock:
-            assert answer() == bootstrap._WELCOME
-            call = links[0].seal(bootstrap._CALL, bootstrap._pack_call("barrier", b"", 5))
+            assert answer() == wire.WELCOME
+            call = links[0].seal(wire.CALL, wire.pack_call("barrier", b"", 5))
             sock.sendall(call)
-            assert answer() == bootstrap._RESULT
+            assert answer() == wire.RESULT
             sock.sendall(call)
             assert hangs_up(sock)
 
@@ -485,7 +497,7 @@ def test_tcp_limits():
         rank = join(server, 0, 1)
         assert rank.all_gather(b"") == [b""]
         with pytest.raises(CollectiveError, match="too many for the rendezvous"):
-            rank.all_gather(bytes(bootstrap._FRAME_LIMIT))
+            rank.all_gather(bytes(wire.FRAME_LIMIT))
         rank.close()
 
 

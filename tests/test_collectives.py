@@ -42,7 +42,7 @@ def test_large_arrays_in_every_algorithm(n, dtype):
 
 
 def test_results_larger_than_caches():
-    counts = [(8 << 20) // 4 + 5]
+    counts = [(2 << 20) // 4 + 5, (8 << 20) // 4 + 5]
     cases.on_threads(2, cases.sweep(2, AUTO, counts, dtype="float32", op="sum"))
 
 
@@ -185,6 +185,20 @@ def test_direct_algorithms_equal_their_schedules(n):
     finally:
         for twin in twins:
             cc.unregister(twin)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_arrays_may_change_right_after_a_call(n):
+    """Ranks may read each other's arrays during a call, and not after it."""
+    found = list(spoiled(n))
+    assert cc.run_threads(n, cases.hammer, found, timeout=60) == [10 * len(found)] * n
+
+
+def spoiled(n):
+    for algorithm, collective in [*AUTO, ("direct_one_shot", "all_reduce")]:
+        for count in (100, 20_000, 600_000) if collective != "barrier" else ():
+            root = {"root": n - 1} if collective in cases.ROOTED else {}
+            yield Case(collective, algorithm, count=count, **root)
 
 
 def test_the_check_sees_wrong_results():

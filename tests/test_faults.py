@@ -145,7 +145,7 @@ def test_survivors_of_a_death(how):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("algorithm", ["direct_two_shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["direct_two_shot", "ring", "movement"])
 def test_survivors_of_a_death_in_the_middle_of_a_call(algorithm):
     got = launch.run(3, "failing.py", "middle", "--algorithm", algorithm, timeout=30)
     lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)

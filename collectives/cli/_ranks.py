@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..bootstrap import _mpi_launcher
+from ..bootstrap.sources import mpi_launcher
 from ..communicator import Communicator, init, run_threads
 from ..errors import CollectiveError, ConfigError
 
@@ -52,12 +52,12 @@ def launched() -> bool:
     """True if something has started this process as one of several ranks."""
     names = ("COLLECTIVES_RANK", "COLLECTIVES_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     plain = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return plain or any(n in os.environ for n in names) or _mpi_launcher(os.environ) is not None
+    return plain or any(n in os.environ for n in names) or mpi_launcher(os.environ) is not None
 
 
 def rank_hint() -> int:
     """The rank that the launcher's environment tells, before ranks have met; 0 if none does."""
-    launcher = _mpi_launcher(os.environ)
+    launcher = mpi_launcher(os.environ)
     for name in ("COLLECTIVES_RANK", launcher.rank if launcher else "RANK", "RANK"):
         text = os.environ.get(name, "")
         if text.isdecimal():

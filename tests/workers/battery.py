@@ -16,6 +16,7 @@ from typing import Any
 
 import cases
 import numpy as np
+import test_collectives
 from cases import Case
 
 import collectives as cc
@@ -60,11 +61,16 @@ def main() -> None:
 
 
 def everything(comm: cc.Communicator, args: argparse.Namespace) -> int:
-    """The registry, and what is chosen by itself; large arrays on every other algorithm."""
+    """The registry, and what is chosen by itself; small arrays and large ones."""
     pairs = [*cases.registry(comm.size, comm.nodes), *AUTO]
     done = cases.run_cases(comm, cases.sweep(comm.size, pairs, args.counts, how=args.how))
     large = cases.sweep(comm.size, pairs, args.large, dtype="float32", op="sum", how=args.how)
-    return done + cases.run_cases(comm, large)
+    done += cases.run_cases(comm, large)
+    if comm.transports == "shm":  # where peers read each other's memory
+        huge = cases.sweep(comm.size, AUTO, (70_001, 600_001), dtype="float32", op="sum")
+        done += cases.run_cases(comm, huge)
+        done += cases.hammer(comm, test_collectives.spoiled(comm.size), rounds=4)
+    return done
 
 
 def parts(comm: cc.Communicator, world: Any) -> int:

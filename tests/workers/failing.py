@@ -3,7 +3,7 @@
     failing.py killed|exits|middle|late|leaves|signal [--mpi] [--algorithm NAME]
 
 killed, exits  rank 2 ends while the others wait for it, each in another way
-middle         rank 2 is killed while all ranks run large all_reduce calls
+middle         rank 2 is killed while all ranks run large calls
 late           rank 1 does not come within the timeout
 leaves         all ranks end without closing, with a call in the queue
 signal         an alarm rings on rank 0 while it waits
@@ -82,7 +82,10 @@ def middle(comm: cc.Communicator, args: argparse.Namespace) -> None:
 
     def forever() -> None:
         while True:
-            comm.all_reduce(x, "max", algorithm=args.algorithm)
+            if args.algorithm == "movement":
+                comm.all_gather(x)
+            else:
+                comm.all_reduce(x, "max", algorithm=args.algorithm)
 
     report(comm.rank, lambda: at[0], forever)
     time.sleep(0.2)

@@ -1,0 +1,110 @@
+"""Servers that run in the process of a rank, and how that rank joins its world."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import ClassVar
+
+from ..errors import BootstrapError
+from .addresses import is_loopback, listen
+from .client import Tcp
+from .server import Server
+
+
+class Hosted:
+    """A server that runs in this process while any communicator here uses it."""
+
+    _lock = threading.Lock()
+    _live: ClassVar[dict[tuple[str, int], Hosted]] = {}
+
+    def __init__(self, server: Server, key: tuple[str, int]) -> None:
+        self.server = server
+        self._key = key
+        self._users = 1
+
+    @classmethod
+    def open(cls, host: str, port: int, *, size: int, secret: bytes, job: str) -> Hosted:
+        """The server at this address: one that is there already, for the same world, or a new
+        one.
+        """
+        with cls._lock:
+            hosted = cls._live.get((host, port)) if port else None
+            if hosted is not None:
+                hosted._users += 1
+                return hosted
+            server = Server(
+                listen(host, port, backlog=size + 128), size=size, secret=secret, job=job
+            )
+            hosted = cls(server, (host, server.address[1]))
+            cls._live[hosted._key] = hosted
+            server.start()
+            return hosted
+
+    def share(self) -> Hosted:
+        with self._lock:
+            self._users += 1
+        return self
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._live.pop(self._key, None)
+        if self._users == 0:
+            self.server.stop()
+
+    @classmethod
+    def stop_all(cls) -> None:
+        with cls._lock:
+            live = list(cls._live.values())
+            cls._live.clear()
+        for hosted in live:
+            hosted.server.stop()
+
+
+# What the last ranks are still to be told leaves before the process does.
+atexit.register(Hosted.stop_all)
+
+# How often this process has joined a world at an address: a second world there has a name of its
+# own.
+_worlds: dict[tuple[str, int], int] = {}
+
+
+def world_name(key: tuple[str, int]) -> str:
+    count = _worlds.get(key, 0)
+    _worlds[key] = count + 1
+    return "world" if count == 0 else f"world {count}"
+
+
+def meet(
+    host: str,
+    port: int,
+    *,
+    rank: int,
+    size: int,
+    secret: bytes,
+    job: str,
+    timeout: float,
+    hosts: bool,
+) -> Tcp:
+    """Joins the world at an address; `hosts`: this rank runs the server there."""
+    if not secret and not is_loopback(host):
+        raise BootstrapError(
+            f"ranks would meet at {host}, which other hosts can reach, without a secret: anybody "
+            "could join. Set COLLECTIVES_SECRET on all ranks to the same text, e.g. of `python -c "
+            "'import secrets; print(secrets.token_hex(16))'`, or COLLECTIVES_SECRET_FILE to a file "
+            "with it",
+            rank=rank,
+        )
+    hosted = Hosted.open(host, port, size=size, secret=secret, job=job) if hosts else None
+    return Tcp(
+        (host, port),
+        rank=rank,
+        size=size,
+        secret=secret,
+        job=job,
+        timeout=timeout,
+        group=world_name((host, port)),
+        hosted=hosted,
+    )

@@ -1,0 +1,477 @@
+"""The process where all ranks of Tcp meet: it lets them in and relays their calls."""
+
+from __future__ import annotations
+
+import heapq
+import hmac
+import itertools
+import json
+import math
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import (
+    AbortedError,
+    BootstrapError,
+    ClosedError,
+    CollectiveError,
+    PeerDiedError,
+)
+from .groups import Group, Round, failure_of, name_ranks
+from .wire import (
+    ABORT,
+    ACCEPTED,
+    ANSWER,
+    CALL,
+    ERROR,
+    FRAME_LIMIT,
+    GOODBYE,
+    HANDSHAKE_SECONDS,
+    HELLO,
+    HELLO_LIMIT,
+    MAC,
+    MAGIC,
+    NONCE,
+    REFUSED,
+    RESULT,
+    WELCOME,
+    Link,
+    bounded,
+    pack_failure,
+    pack_list,
+    tune,
+    unpack_call,
+)
+
+STRANGERS = 256  # connections without a proof at a time; a job's own ranks come on top
+
+
+class _Connection:
+    """One connection as the server sees it."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.sock = sock
+        self.address = address
+        self.nonce = secrets.token_bytes(NONCE)
+        self.answer = bytearray()
+        self.outgoing = bytearray(MAGIC + self.nonce)
+        self.link: Link | None = None  # once it has proved the secret
+        self.meeting: _Meeting | None = None  # once it has joined a group
+        self.rank = -1
+        self.who = address
+        self.ending = False  # close it when all is sent
+        self.told = False  # knows of its group's failure
+        self.alarm = math.inf  # when the server next looks whether its wait is over
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank} ({self.who})"
+
+
+class _Wait(NamedTuple):
+    """A rank's pending call, and until when it waits."""
+
+    round: Round
+    deadline: float
+    seconds: float
+
+
+class _Meeting:
+    """A group of ranks on the server: who is in, and the call that each waits in."""
+
+    def __init__(self, name: str, size: int, host: _Connection) -> None:
+        self.group = Group(name, size)
+        self.founder = host
+        self.members: dict[int, _Connection] = {}
+        self.waiting: dict[int, _Wait] = {}
+        self.complete = False
+
+
+class Server:
+    """The rendezvous: lets ranks in, relays their calls, and tells all of them when one is gone.
+
+    listener  a listening socket (see `listen`), owned by the server from here on
+    size      number of ranks in the world
+    secret    what a rank must know; b"" lets in everyone who reaches the socket
+    job       a rank that names another job is refused ("" on either side: not compared)
+    host      how errors name the process that this runs in
+
+    Runs in a daemon thread of its own between `start` and `stop`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        size: int,
+        secret: bytes = b"",
+        job: str = "",
+        host: str = "rank 0",
+    ) -> None:
+        self.size = size
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._secret = secret
+        self._job = job
+        self._host = host
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._connections: set[_Connection] = set()
+        self._strangers: dict[_Connection, None] = {}  # in order of arrival
+        self._meetings: dict[str, _Meeting] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_ids = itertools.count()
+        self._stop_at: float | None = None
+        self._stopping = False
+        self.lost: list[int] = []  # ranks of the world that left without a goodbye, in order
+        self._thread = threading.Thread(
+            target=self._run, name="collectives-rendezvous", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """Tells ranks that are still there, sends what is still to be sent within `seconds`, and
+        ends the thread.
+        """
+        if self._thread.ident is None:
+            self._close_all()
+            return
+        self._stop_at = time.monotonic() + seconds
+        try:
+            self._wake_write.send(b"x")
+        except OSError:  # the thread has ended, and closed it
+            return
+        self._thread.join(seconds + 1)
+
+    # The loop
+
+    def _run(self) -> None:
+        try:
+            while not self._done():
+                for key, events in self._selector.select(self._patience()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._wake_read:
+                        self._wake_read.recv(64)
+                    else:
+                        self._serve(key.data, events)
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    heapq.heappop(self._timers)[2]()
+        finally:
+            self._close_all()
+
+    def _patience(self) -> float | None:
+        ends = [self._timers[0][0]] if self._timers else []
+        if self._stop_at is not None:
+            ends.append(self._stop_at)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _done(self) -> bool:
+        if self._stop_at is None:
+            return False
+        if not self._stopping:
+            self._stopping = True
+            for meeting in list(self._meetings.values()):
+                meeting.group.fail(
+                    ClosedError, f"{self._host}, which hosts the rendezvous, has closed"
+                )
+                self._tell(meeting)
+        return time.monotonic() >= self._stop_at or not any(c.outgoing for c in self._connections)
+
+    def _close_all(self) -> None:
+        for connection in self._connections:
+            connection.sock.close()
+        self._listener.close()
+        self._wake_read.close()
+        self._wake_write.close()
+        self._selector.close()
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (when, next(self._timer_ids), action))
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:  # gone again, or no descriptor is free: whoever it was tries again
+            time.sleep(0.01)
+            return
+        sock.setblocking(False)
+        tune(sock)
+        connection = _Connection(
+            sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+        )
+        self._connections.add(connection)
+        self._strangers[connection] = None
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        handshake_end = time.monotonic() + HANDSHAKE_SECONDS
+        self._at(handshake_end, lambda: self._drop_stranger(connection))
+        if len(self._strangers) > STRANGERS + self.size:
+            self._drop_stranger(next(iter(self._strangers)))
+
+    def _drop_stranger(self, connection: _Connection) -> None:
+        if connection in self._strangers:
+            self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        self._strangers.pop(connection, None)
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if connection not in self._connections:
+            return  # closed since select returned
+        try:
+            if events & selectors.EVENT_READ:
+                self._read(connection)
+            if connection in self._connections and connection.outgoing:
+                sent = connection.sock.send(connection.outgoing)
+                del connection.outgoing[:sent]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except Exception as error:
+            # The peer is gone, or does not speak as it should. Whatever it sent ends its own
+            # connection, with these words for the others, and never the server.
+            self._lose(connection, str(error) or type(error).__name__)
+        if connection in self._connections:
+            if connection.ending and not connection.outgoing:
+                self._close(connection)
+            else:
+                self._watch(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outgoing else 0)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _send(self, connection: _Connection, kind: int, payload: bytes) -> None:
+        if connection.link is not None and connection in self._connections:
+            connection.outgoing += connection.link.seal(kind, payload)
+            self._watch(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        link = connection.link
+        if link is None:
+            data = connection.sock.recv(ANSWER - len(connection.answer))
+            if not data:
+                self._close(connection)
+                return
+            connection.answer += data
+            self._authenticate(connection)
+            return
+        data = connection.sock.recv(1 << 18)
+        if not data:
+            self._lose(connection, "its connection ended")
+            return
+        if connection.ending:
+            return
+        link.feed(data)
+        while connection in self._connections and not connection.ending:
+            frame = link.next()
+            if frame is None:
+                return
+            self._handle(connection, *frame)
+
+    def _authenticate(self, connection: _Connection) -> None:
+        answer = bytes(connection.answer)
+        magic = answer[: len(MAGIC)]
+        if magic != MAGIC[: len(magic)]:
+            self._close(connection)
+            return
+        if len(answer) < ANSWER:
+            return
+        nonce, proof = answer[len(MAGIC) : -MAC], answer[-MAC:]
+        if not hmac.compare_digest(proof, proof(self._secret, b"rank", connection.nonce, nonce)):
+            connection.outgoing += REFUSED + bytes(MAC)
+            connection.ending = True
+            return
+        connection.outgoing += ACCEPTED + proof(self._secret, b"server", connection.nonce, nonce)
+        key = proof(self._secret, b"key", connection.nonce, nonce)
+        connection.link = Link(key, b"server", b"rank", HELLO_LIMIT)
+
+    # Groups
+
+    def _handle(self, connection: _Connection, kind: int, payload: bytes) -> None:
+        if connection.meeting is None:
+            if kind != HELLO:
+                raise ValueError(f"frame {kind} before a hello")
+            self._join(connection, json.loads(payload))
+            return
+        meeting, rank = connection.meeting, connection.rank
+        group = meeting.group
+        if kind == CALL:
+            op, data, timeout = unpack_call(payload)
+            if rank in meeting.waiting:
+                raise ValueError("a second call before the first has ended")
+            if group.failure is None:
+                current = group.put(rank, op, data)
+                deadline = time.monotonic() + bounded(timeout)
+                meeting.waiting[rank] = _Wait(current, deadline, timeout)
+                if current.result is not None:
+                    self._finish_round(meeting, current)
+                else:
+                    self._set_alarm(meeting, connection)
+        elif kind == GOODBYE:
+            group.leave(rank)
+            connection.ending = True
+            del meeting.members[rank]
+            if not meeting.members and meeting.complete:
+                self._meetings.pop(group.name, None)
+        elif kind == ABORT:
+            group.fail(AbortedError, f"rank {rank} aborted: {payload.decode()}", rank)
+        else:
+            raise ValueError(f"frame of unknown kind {kind}")
+        if group.failure is not None:
+            self._tell(meeting)
+
+    def _join(self, connection: _Connection, hello: dict[str, Any]) -> None:
+        rank, size, name = int(hello["rank"]), int(hello["size"]), str(hello["group"])
+        job, timeout = str(hello["job"]), float(hello["timeout"])
+        connection.who = f"{hello['host']}, pid {int(hello['pid'])}"
+        connection.rank = rank
+        self._strangers.pop(connection, None)
+        if job and self._job and job != self._job:
+            self._refuse(
+                connection,
+                f"this rendezvous belongs to job {self._job!r}, and {connection.where} belongs to "
+                f"job {job!r}: two jobs use one address and port",
+            )
+            return
+        world = name.startswith("world")
+        meeting = self._meetings.get(name)
+        if world and size != self.size:
+            message = (
+                f"{connection.where} was told that the world has {size} ranks, but {self._host}, "
+                f"which hosts the rendezvous, was told {self.size}"
+            )
+        elif meeting is not None and size != meeting.group.size:
+            message = (
+                f"group {name!r}: {connection.where} says it has {size} ranks, "
+                f"{meeting.founder.where} said {meeting.group.size}"
+            )
+        elif not 0 <= rank < size:
+            message = (
+                f"{connection.where} is no rank of a world of {size}: ranks are 0 to {size - 1}"
+            )
+        elif meeting is not None and rank in meeting.members:
+            message = f"rank {rank} came twice: {meeting.members[rank].who}, and {connection.who}"
+        else:
+            message = ""
+        if message:
+            # While ranks gather, a set-up that contradicts itself can only end in a missing rank:
+            # all hear of it now. A job that is complete goes on.
+            if meeting is None and world:
+                meeting = self._meetings[name] = _Meeting(name, self.size, connection)
+            if meeting is not None and not meeting.complete:
+                meeting.group.fail(BootstrapError, message, rank)
+                self._tell(meeting)
+            self._refuse(connection, message)
+            return
+        if meeting is None:
+            meeting = self._meetings[name] = _Meeting(name, size, connection)
+        connection.meeting = meeting
+        assert connection.link is not None
+        connection.link.limit = FRAME_LIMIT
+        if meeting.group.failure is None and rank in meeting.group.left:
+            meeting.group.fail(
+                ClosedError, f"rank {rank} of group {name!r} had left it and came again", rank
+            )
+        meeting.members[rank] = connection
+        if meeting.group.failure is not None:
+            self._tell(meeting)
+        elif len(meeting.members) == size:
+            meeting.complete = True
+            welcome = json.dumps({"job": meeting.group.job}).encode()
+            for member in meeting.members.values():
+                self._send(member, WELCOME, welcome)
+        else:
+            deadline = time.monotonic() + bounded(timeout)
+            self._at(deadline, lambda: self._expire_meeting(meeting, timeout))
+
+    def _refuse(self, connection: _Connection, message: str) -> None:
+        self._send(connection, ERROR, pack_failure(failure_of(BootstrapError, message)))
+        connection.ending = True
+
+    def _finish_round(self, meeting: _Meeting, current: Round) -> None:
+        assert current.result is not None
+        result = pack_list(current.result)
+        if len(result) > FRAME_LIMIT:
+            message = f"{current.op}: {len(result)} bytes in all are more than {FRAME_LIMIT}"
+            meeting.group.fail(CollectiveError, message)
+            return
+        for rank in [rank for rank, wait in meeting.waiting.items() if wait.round is current]:
+            del meeting.waiting[rank]
+            self._send(meeting.members[rank], RESULT, result)
+
+    # One alarm a connection, set to the earliest deadline seen and moved on when it goes off too
+    # early: a timer for each call would pile up, since nearly all end long before their deadline.
+
+    def _set_alarm(self, meeting: _Meeting, connection: _Connection) -> None:
+        deadline = meeting.waiting[connection.rank].deadline
+        if deadline < connection.alarm:
+            connection.alarm = deadline
+            self._at(deadline, lambda: self._ring(meeting, connection, deadline))
+
+    def _ring(self, meeting: _Meeting, connection: _Connection, set_to: float) -> None:
+        if connection.alarm != set_to or connection not in self._connections:
+            return
+        connection.alarm = math.inf
+        wait = meeting.waiting.get(connection.rank)
+        if wait is None or meeting.group.failure is not None:
+            return
+        if wait.deadline > time.monotonic():
+            self._set_alarm(meeting, connection)
+        else:
+            meeting.group.expire(wait.round, connection.rank, wait.seconds)
+            self._tell(meeting)
+
+    def _expire_meeting(self, meeting: _Meeting, seconds: float) -> None:
+        group = meeting.group
+        if meeting.complete or group.failure is not None or not meeting.members:
+            return
+        missing = set(range(group.size)) - meeting.members.keys()
+        group.fail(
+            BootstrapError,
+            f"not all ranks came within {seconds:g} s: {name_ranks(meeting.members)} of "
+            f"{group.size} came, {name_ranks(missing)} {'is' if len(missing) == 1 else 'are'} "
+            f"missing; were they started, and do they reach {self.address[0]}:{self.address[1]}?",
+            min(missing),
+        )
+        self._tell(meeting)
+
+    def _lose(self, connection: _Connection, why: str) -> None:
+        self._close(connection)
+        meeting = connection.meeting
+        if meeting is None or meeting.members.get(connection.rank) is not connection:
+            return
+        del meeting.members[connection.rank]
+        meeting.waiting.pop(connection.rank, None)
+        if meeting.group.name.startswith("world"):
+            self.lost.append(connection.rank)
+        when = "" if meeting.complete else " while the others gathered"
+        meeting.group.fail(
+            PeerDiedError, f"{connection.where} is gone{when}: {why}", connection.rank
+        )
+        self._tell(meeting)
+
+    def _tell(self, meeting: _Meeting) -> None:
+        """Sends a group's failure to all members that do not know it yet."""
+        assert meeting.group.failure is not None
+        payload = pack_failure(meeting.group.failure)
+        for member in meeting.members.values():
+            if not member.told:
+                member.told = True
+                self._send(member, ERROR, payload)

@@ -1,0 +1,144 @@
+"""The wire of Tcp: a handshake of fixed lengths, then frames with a MAC.
+
+server -> rank   magic, nonce                                 greeting
+rank -> server   magic, nonce, HMAC(secret, "rank", nonces)   answer
+server -> rank   verdict, HMAC(secret, "server", nonces)
+both ways        kind, length, MAC, payload                   frames
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import socket
+import struct
+from collections.abc import Sequence
+
+from ..errors import CollectiveError
+from .groups import Failure
+
+MAGIC = b"CLLCTV1\n"
+ACCEPTED = b"ACCEPTED"
+REFUSED = b"REFUSED\0"
+NONCE = 32
+MAC = 32
+GREETING = len(MAGIC) + NONCE
+ANSWER = len(MAGIC) + NONCE + MAC
+VERDICT = len(ACCEPTED) + MAC
+HEADER = struct.Struct("!BQ")
+
+HELLO, WELCOME, CALL, RESULT, ERROR, GOODBYE, ABORT = range(1, 8)
+
+HELLO_LIMIT = 1 << 16  # bytes of a frame from a rank that has not joined
+FRAME_LIMIT = 1 << 28  # bytes of any other: far above what set-up needs, far below a host's memory
+HANDSHAKE_SECONDS = 10.0
+GRACE = 5.0  # seconds that a rank waits past its deadline for the server to say who is missing
+FOREVER = 1e9  # seconds
+
+
+def proof(secret: bytes, role: bytes, server_nonce: bytes, rank_nonce: bytes) -> bytes:
+    return hmac.digest(secret, b"collectives " + role + b"\0" + server_nonce + rank_nonce, "sha256")
+
+
+class Link:
+    """One direction each way of an authenticated connection: frames out, frames in. Does no I/O."""
+
+    def __init__(self, key: bytes, ours: bytes, theirs: bytes, limit: int) -> None:
+        self.limit = limit
+        self._key = key
+        self._ours, self._theirs = ours, theirs
+        self._sent = self._received = 0
+        self._buffer = bytearray()
+
+    def seal(self, kind: int, payload: bytes) -> bytes:
+        if len(payload) > FRAME_LIMIT:
+            raise CollectiveError(
+                f"{len(payload)} bytes are too many for the rendezvous, which takes {FRAME_LIMIT}"
+            )
+        header = HEADER.pack(kind, len(payload))
+        mac = self._mac(self._ours, self._sent, header, payload)
+        self._sent += 1
+        return header + mac + payload
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> tuple[int, bytes] | None:
+        """The next whole frame. Raises ValueError for one that is too long, or that no holder of
+        the key has sent.
+        """
+        begin = HEADER.size + MAC
+        if len(self._buffer) < HEADER.size:
+            return None
+        kind, length = HEADER.unpack_from(self._buffer)
+        if length > self.limit:
+            raise ValueError(f"a frame of {length} bytes; the limit is {self.limit}")
+        if len(self._buffer) < begin + length:
+            return None
+        header = bytes(self._buffer[: HEADER.size])
+        mac = bytes(self._buffer[HEADER.size : begin])
+        payload = bytes(self._buffer[begin : begin + length])
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, header, payload)):
+            raise ValueError("a frame with a wrong MAC")
+        del self._buffer[: begin + length]
+        self._received += 1
+        return kind, payload
+
+    def _mac(self, role: bytes, number: int, header: bytes, payload: bytes) -> bytes:
+        return hmac.digest(self._key, role + struct.pack("!Q", number) + header + payload, "sha256")
+
+
+def bounded(seconds: float) -> float:
+    """A number of seconds that clocks and sockets can work with, whatever a peer sent."""
+    return seconds if 0 <= seconds < FOREVER else FOREVER
+
+
+_CALL_HEADER = struct.Struct("!dH")
+
+
+def pack_call(op: str, data: bytes, timeout: float) -> bytes:
+    name = op.encode()
+    return _CALL_HEADER.pack(timeout, len(name)) + name + data
+
+
+def unpack_call(payload: bytes) -> tuple[str, bytes, float]:
+    timeout, length = _CALL_HEADER.unpack_from(payload)
+    begin = _CALL_HEADER.size
+    return payload[begin : begin + length].decode(), payload[begin + length :], timeout
+
+
+def pack_list(parts: Sequence[bytes]) -> bytes:
+    return struct.pack(f"!I{len(parts)}Q", len(parts), *map(len, parts)) + b"".join(parts)
+
+
+def unpack_list(payload: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("!I", payload)
+    lengths = struct.unpack_from(f"!{count}Q", payload, 4)
+    ends = list(itertools.accumulate(lengths, initial=4 + 8 * count))
+    return [payload[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def pack_failure(failure: Failure) -> bytes:
+    return json.dumps(failure._asdict()).encode()
+
+
+def unpack_failure(payload: bytes) -> Failure:
+    fields = json.loads(payload)
+    return Failure(str(fields["kind"]), str(fields["message"]), fields.get("peer"))
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages at once, and a host that vanished without a word is noticed within half a
+    minute.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 30_000),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
