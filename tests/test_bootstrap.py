@@ -387,10 +387,10 @@ def speak(server, after):
     sock = socket.create_connection(server.address)
     greeting = client.receive_exactly(sock, wire.GREETING)
     theirs, ours = greeting[8:], bytes(32)
-    proof = wire.proof(SECRET, b"rank", theirs, ours)
+    proof = wire.prove(SECRET, b"rank", theirs, ours)
     sock.sendall(wire.MAGIC + ours + proof)
     assert client.receive_exactly(sock, wire.VERDICT).startswith(wire.ACCEPTED)
-    key = wire.proof(SECRET, b"key", theirs, ours)
+    key = wire.prove(SECRET, b"key", theirs, ours)
     sock.sendall(after(wire.Link(key, b"rank", b"server", 1 << 20)))
     sock.settimeout(5)
     return sock

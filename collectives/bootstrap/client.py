@@ -42,7 +42,7 @@ from .wire import (
     WELCOME,
     Link,
     pack_call,
-    proof,
+    prove,
     tune,
     unpack_failure,
     unpack_list,
@@ -150,7 +150,7 @@ class Tcp(Base):
                 rank=self.rank,
             )
         theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
-        sock.sendall(MAGIC + ours + proof(self._secret, b"rank", theirs, ours))
+        sock.sendall(MAGIC + ours + prove(self._secret, b"rank", theirs, ours))
         verdict = receive_exactly(sock, VERDICT)
         if verdict is None:
             raise TimeoutError("no answer to the handshake")
@@ -161,14 +161,14 @@ class Tcp(Base):
                 "job's",
                 rank=self.rank,
             )
-        expected = ACCEPTED + proof(self._secret, b"server", theirs, ours)
+        expected = ACCEPTED + prove(self._secret, b"server", theirs, ours)
         if not hmac.compare_digest(verdict, expected):
             raise BootstrapError(
                 f"what listens at {self._where} does not know the secret of this job: it is not "
                 "our rendezvous",
                 rank=self.rank,
             )
-        return Link(proof(self._secret, b"key", theirs, ours), b"rank", b"server", FRAME_LIMIT)
+        return Link(prove(self._secret, b"key", theirs, ours), b"rank", b"server", FRAME_LIMIT)
 
     def _join(self, deadline: float) -> str:
         left = max(0.0, deadline - time.monotonic())

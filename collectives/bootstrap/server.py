@@ -294,12 +294,12 @@ class Server:
         if len(answer) < ANSWER:
             return
         nonce, proof = answer[len(MAGIC) : -MAC], answer[-MAC:]
-        if not hmac.compare_digest(proof, proof(self._secret, b"rank", connection.nonce, nonce)):
+        if not hmac.compare_digest(proof, prove(self._secret, b"rank", connection.nonce, nonce)):
             connection.outgoing += REFUSED + bytes(MAC)
             connection.ending = True
             return
-        connection.outgoing += ACCEPTED + proof(self._secret, b"server", connection.nonce, nonce)
-        key = proof(self._secret, b"key", connection.nonce, nonce)
+        connection.outgoing += ACCEPTED + prove(self._secret, b"server", connection.nonce, nonce)
+        key = prove(self._secret, b"key", connection.nonce, nonce)
         connection.link = Link(key, b"server", b"rank", HELLO_LIMIT)
 
     # Groups

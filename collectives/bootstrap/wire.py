@@ -37,7 +37,7 @@ GRACE = 5.0  # seconds that a rank waits past its deadline for the server to say
 FOREVER = 1e9  # seconds
 
 
-def proof(secret: bytes, role: bytes, server_nonce: bytes, rank_nonce: bytes) -> bytes:
+def prove(secret: bytes, role: bytes, server_nonce: bytes, rank_nonce: bytes) -> bytes:
     return hmac.digest(secret, b"collectives " + role + b"\0" + server_nonce + rank_nonce, "sha256")
 
 
