@@ -2,12 +2,13 @@
 
 import collectives as cc, numpy as np
 
-comm = cc.init()                      # under mpirun, torchrun, `python -m collectives run -n 4`, or alone
+# Under mpirun, torchrun, `python -m collectives run -n 4`, or alone.
+comm = cc.init()
 x = np.ones(1 << 20, np.float32)
-comm.all_reduce(x)                    # in place
+comm.all_reduce(x)  # in place
 """
 
-from .communicator import Communicator, from_mpi, init, run_threads
+from .communicator import Communicator
 from .errors import (
     AbortedError,
     ArrayError,
@@ -24,6 +25,7 @@ from .errors import (
     UnsupportedError,
 )
 from .schedule import Schedule, Transfer, algorithm, algorithms, schedule, unregister
+from .starting import from_mpi, init, run_threads
 from .work import Work
 
 

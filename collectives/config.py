@@ -52,7 +52,7 @@ class Rule(NamedTuple):
         return f"{self.collective}:{format_size(self.low)}-{high}={self.algorithm}"
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
+_SIZE = r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -61,7 +61,7 @@ def parse_size(text: str) -> int:
 
     Raises ConfigError, also for "KB", "MB" and so on, which mean 1000 to some and 1024 to others.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = re.fullmatch(_SIZE, text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(f"size {text!r} is not a number of bytes such as 4, 4K, 64Ki, 1M or 1GiB")
     number, unit, suffix = match.group(1), match.group(2).upper(), match.group(3).lower()
@@ -298,6 +298,14 @@ VARIABLES: tuple[Variable, ...] = (
 # mean nothing here.
 BUILD_VARIABLES = ("COLLECTIVES_CUDA", "COLLECTIVES_WERROR", "COLLECTIVES_SANITIZE")
 
+# Variables that begin with this belong to the test suite, and mean nothing here either.
+TEST_PREFIX = "COLLECTIVES_TEST_"
+
+
+def _is_foreign(name: str) -> bool:
+    """True for a variable that no setting is read from, and no misspelt one."""
+    return not name.startswith(PREFIX) or name in BUILD_VARIABLES or name.startswith(TEST_PREFIX)
+
 
 class Settings:
     """The values of all variables, read at one time. Fields are documented in `VARIABLES`, in the
@@ -328,7 +336,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         known = [variable.name for variable in VARIABLES]
         for name in environ:
-            if name.startswith(PREFIX) and name not in known and name not in BUILD_VARIABLES:
+            if name not in known and not _is_foreign(name):
                 raise ConfigError(
                     f"unknown environment variable {name}; {did_you_mean(name, known)}"
                 )

@@ -213,8 +213,8 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
        fill: #24292f; font-size: 13px }
 .title { font-size: 15px; font-weight: 600 }
 .quiet { fill: #6e7781; font-size: 12px }
-.chunk { font-size: 11px; font-weight: 600; paint-order: stroke; stroke: #fff; stroke-width: 4px;
-         stroke-linejoin: round; text-anchor: middle }
+.chunk, .halo { font-size: 11px; font-weight: 600; text-anchor: middle }
+.halo { fill: none; stroke: #fff; stroke-width: 4px; stroke-linejoin: round }
 .lane { stroke: #d0d7de; stroke-width: 1.5 }
 .border { stroke: #eaeef2; stroke-width: 1 }
 .node { fill: #f6f8fa }
@@ -344,10 +344,11 @@ def _svg_round(
         along = 0.27 if y2 > y1 else 0.4
         x, y = x1 + (x2 - x1) * along, y1 + (y2 - y1) * along
         if labelled:
-            labels.append(
-                f'<text class="chunk" x="{x:.1f}" y="{y + 4:.1f}" style="fill:{start}">'
-                f"{escape(m.label)}</text>"
-            )
+            # Twice, the outline under the letters: paint-order is unknown to older renderers.
+            place = f'x="{x:.1f}" y="{y + 4:.1f}"'
+            text = f"{escape(m.label)}</text>"
+            labels.append(f'<text class="halo" {place} aria-hidden="true">{text}')
+            labels.append(f'<text class="chunk" {place} style="fill:{start}">{text}')
     return lines + labels
 
 

@@ -7,24 +7,21 @@ too. The message says what was expected, what came and what to do; what a progra
 
     CollectiveError
     ├── MismatchError       ranks disagree about a call
-    ├── DeadlineError       a wait ran out of time (also a TimeoutError)
-    ├── PeerDiedError       a peer's process or connection ended (also a ConnectionError)
+    ├── DeadlineError       a wait ran out of time (a TimeoutError)
+    ├── PeerDiedError       a peer's process or connection ended (a ConnectionError)
     ├── AbortedError        another thread or a peer aborted the communicator
     ├── ClosedError         the communicator or a peer was closed before
-    ├── ScheduleError       a schedule is broken: it loses, repeats or never delivers a contribution
-    ├── UnsupportedError    what was asked for cannot run here, and nothing else was silently run
-    instead
+    ├── ScheduleError       a schedule loses, repeats or never delivers something
+    ├── UnsupportedError    this cannot run here, and nothing else was run instead
     │   └── TopologyError   ... because of the number of ranks, the nodes or the links
     ├── BootstrapError      ranks did not find each other
-    ├── ConfigError         a COLLECTIVES_* variable or another setting is malformed (also a
-    ValueError) └── ArrayError          an array cannot be used: strides, read-only, overlap, device
-    (also a ValueError)
-        └── ArrayTypeError  ... because of its dtype or its kind (also a TypeError)
+    ├── ConfigError         a variable or another setting is malformed (a ValueError)
+    └── ArrayError          an array cannot be used, e.g. its strides (a ValueError)
+        └── ArrayTypeError  ... because of its dtype or its kind (a TypeError)
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -107,6 +104,8 @@ class ArrayTypeError(ArrayError, TypeError):
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The member of `known` that is most like `name`, None where none is near."""
+    import difflib  # here: only messages need it
+
     names = list(known)
     lower = {n.lower(): n for n in reversed(names)}
     close = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.6)

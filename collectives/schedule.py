@@ -1,4 +1,5 @@
-"""Schedules: what all ranks do in one collective, round by round. To look at, to verify, to cost, to draw, and to write.
+"""Schedules: what all ranks do in one collective, round by round. To look at, to verify, to cost,
+to draw, and to write.
 
 An algorithm written in Python is a generator of rounds:
 
@@ -23,10 +24,11 @@ from .errors import ScheduleError, UnsupportedError, did_you_mean
 
 
 class Transfer(NamedTuple):
-    """In one round `src` sends `chunk` to `dst`, which stores it, or with `reduce` combines it with its own.
+    """In one round `src` sends `chunk` to `dst`, which stores it, or with `reduce` combines it with
+    its own.
 
-    All transfers of a round read what their ranks held when the round began. Transfers of one round with equal src, dst and
-    channel travel as one message. A chunk belongs to one channel.
+    All transfers of a round read what their ranks held when the round began. Transfers of one round
+    with equal src, dst and channel travel as one message. A chunk belongs to one channel.
     """
 
     src: int
@@ -37,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 class AlgorithmInfo(NamedTuple):
-    """An algorithm: its name, how it works, when to use it and where it comes from (one line each)."""
+    """An algorithm: its name, how it works, when to use it, where it comes from (a line each)."""
 
     name: str
     summary: str
@@ -65,12 +67,16 @@ def algorithm(
     when: str = "",
     source: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated generator of rounds as an algorithm for `collective`, under its own name unless `name` is given.
+    """Registers the decorated generator of rounds as an algorithm for `collective`, under its own
+    name unless `name` is given.
 
-    The generator is called with the number of ranks, and with `root=` too if it has such a parameter and the collective a root.
-    chunks      number of chunks for n ranks; otherwise what the transfers mention (at least n for collectives with blocks)
+    The generator is called with the number of ranks, and with `root=` too if it has such a
+    parameter and the collective a root.
+    chunks      number of chunks for n ranks; otherwise what the transfers mention (at least n for
+                collectives with blocks)
     supports    True or False for n ranks, or the reason why not, as text
-    Its docstring's first line is the summary. Raises ValueError for an unknown collective or a name that C++ has.
+    Its docstring's first line is the summary. Raises ValueError for an unknown collective or a name
+    that C++ has.
     """
     if collective not in _core.collectives:
         raise ValueError(
@@ -78,7 +84,7 @@ def algorithm(
         )
 
     def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
-        own = name or getattr(rounds, "__name__", "algorithm")
+        own = name or str(getattr(rounds, "__name__", "algorithm"))
         if any(a["name"] == own for a in _core.algorithms()):
             raise ValueError(
                 f"there is an algorithm {own!r} in the core already; give yours another name="
@@ -94,13 +100,17 @@ def algorithm(
 
 
 def unregister(name: str) -> None:
-    """Takes back what `algorithm` registered under `name`. Communicators that ran it keep their copy."""
+    """Takes back what `algorithm` registered under `name`. Communicators that ran it keep their
+    copy.
+    """
     if _written.pop(name, None) is None:
         raise ValueError(f"no algorithm {name!r} written in Python; {did_you_mean(name, _written)}")
 
 
 def algorithms(collective: str | None = None, nranks: int | None = None) -> list[AlgorithmInfo]:
-    """All registered algorithms, or those that can do `collective` (with `nranks` ranks on one node)."""
+    """All registered algorithms, or those that can do `collective` (with `nranks` ranks on one
+    node).
+    """
     infos = [
         AlgorithmInfo(a["name"], a["summary"], a["when"], a["source"]) for a in _core.algorithms()
     ]
@@ -136,14 +146,15 @@ def schedule(
 ) -> Schedule:
     """The schedule of an algorithm.
 
-    name        a registered algorithm, or a composition such as "hierarchical(direct_two_shot, ring)"
+    name        a registered algorithm, or a composition such as "hierarchical(direct_two_shot,
+                ring)"
     collective  "all_reduce", ...
     nranks      number of ranks
     root        for broadcast, reduce, gather, scatter
     node        node of each rank; one node unless given
 
-    Raises ValueError for unknown names, UnsupportedError if the algorithm cannot do this, ScheduleError if one written in
-    Python is broken.
+    Raises ValueError for unknown names, UnsupportedError if the algorithm cannot do this,
+    ScheduleError if one written in Python is broken.
     """
     nodes = list(node)
     if collective not in _core.collectives:
@@ -174,7 +185,7 @@ def schedule(
 def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     takes_root = "root" in inspect.signature(written.rounds).parameters
     generated = written.rounds(n, root=root) if takes_root else written.rounds(n)
-    rounds = [[tuple(Transfer(*t)) for t in transfers] for transfers in generated]
+    rounds = [[Transfer(*t) for t in transfers] for transfers in generated]
     if root != 0 and not takes_root:
         # Written for root 0: the others take its place in a circle.
         blocked = written.collective in ("gather", "scatter")
@@ -182,7 +193,8 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
         per = max(1, (written.chunks(n) if written.chunks else n) // n)
         move = (lambda c: turn(c // per) * per + c % per) if blocked else (lambda c: c)
         rounds = [
-            [(turn(s), turn(d), move(c), red, ch) for s, d, c, red, ch in ts] for ts in rounds
+            [Transfer(turn(s), turn(d), move(c), red, ch) for s, d, c, red, ch in ts]
+            for ts in rounds
         ]
     mentioned = max((t[2] for ts in rounds for t in ts), default=0) + 1
     count = written.chunks(n) if written.chunks else mentioned
@@ -202,7 +214,7 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
 class Schedule:
     """All rounds of one collective. Make one with `collectives.schedule`."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: _core.Schedule) -> None:
         self._core = core
 
     @property
@@ -236,20 +248,25 @@ class Schedule:
         return [[Transfer(*t) for t in transfers] for transfers in self._core.rounds]
 
     def verify(self) -> None:
-        """Follows every contribution; raises ScheduleError naming the round and the transfer that breaks the schedule."""
+        """Follows every contribution; raises ScheduleError naming the round and the transfer that
+        breaks the schedule.
+        """
         self._core.verify()
         self._core.check_deadlock()
 
     def cost(self) -> dict[str, float]:
         """Steps, and what is sent and combined, in units of the whole vector.
 
-        steps messages on the longest chain; sent_max most that a rank sends; sent_total all ranks together; reduced_max
-        most that a rank combines; internode_sent_max most that a node sends to others; messages_max most messages of a rank.
+        steps messages on the longest chain; sent_max most that a rank sends; sent_total all ranks
+        together; reduced_max most that a rank combines; internode_sent_max most that a node sends
+        to others; messages_max most messages of a rank.
         """
         return dict(self._core.cost())
 
     def lowered(self, rank: int, order: str = "any") -> list[list[dict[str, Any]]]:
-        """The steps that `rank` runs, a list for each channel; order="rank" for the program that sums in rank order."""
+        """The steps that `rank` runs, a list for each channel; order="rank" for the program that
+        sums in rank order.
+        """
         return list(self._core.lowered(rank, order))
 
     def draw(self, format: str = "text") -> str:
@@ -259,7 +276,8 @@ class Schedule:
         return draw(self, format)
 
     def __repr__(self) -> str:
-        return f"<schedule {self.algorithm}: {self.collective} over {self.nranks} ranks, {len(self.rounds)} rounds, {self.nchunks} chunks>"
+        what = f"{self.algorithm}: {self.collective} over {self.nranks} ranks"
+        return f"<schedule {what}, {len(self.rounds)} rounds, {self.nchunks} chunks>"
 
 
 __all__ = [

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import CollectiveError, DeadlineError
+
+if TYPE_CHECKING:
+    from . import _core
 
 
 class Work(ABC):
@@ -28,7 +31,8 @@ class Work(ABC):
         """The result of an ended call; raises its error."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits up to `timeout` seconds (without: as long as the communicator's own deadline allows) and returns the result.
+        """Waits up to `timeout` seconds (without: as long as the communicator's own deadline
+        allows) and returns the result.
 
         Raises what the call raised; DeadlineError if it is not done by then (it goes on).
         """
@@ -63,7 +67,7 @@ class Work(ABC):
 class QueuedWork(Work):
     """A collective in the communicator's queue."""
 
-    def __init__(self, core: Any, result: Callable[[], Any], keep: tuple[Any, ...]) -> None:
+    def __init__(self, core: _core.Work, result: Callable[[], Any], keep: tuple[Any, ...]) -> None:
         self._core = core
         self._result = result
         self._keep: tuple[Any, ...] | None = keep
@@ -84,7 +88,11 @@ class TransferWork(Work):
     """Sends and receives that are under way."""
 
     def __init__(
-        self, core: Any, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...]
+        self,
+        core: _core.Communicator,
+        posted: list[_core.PostedTransfer],
+        result: Callable[[], Any],
+        keep: tuple[Any, ...],
     ) -> None:
         self._core = core
         self.posted = posted

@@ -10,6 +10,7 @@
 
 #include "bench.hpp"
 #include "communicator.hpp"
+#include "device.hpp"
 #include "errors.hpp"
 #include "mpi.hpp"
 #include "plan.hpp"
@@ -416,6 +417,64 @@ PYBIND11_MODULE(_core, m) {
              return reinterpret_cast<std::uintptr_t>(c.open_segment(id, bytes, handles));
            })
       .def("release_segment", &Communicator::release_segment);
+
+  // GPUs.
+#ifdef COLLECTIVES_HAS_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+  m.def("device_count", [] {
+    std::string why;
+    const int count = device_count(&why);
+    return std::make_pair(count, why);
+  });
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
+      .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
+                       int max_blocks, double timeout) {
+             DeviceConfig config;
+             config.rank = rank;
+             config.nranks = nranks;
+             config.node = std::move(node);
+             config.device = device;
+             config.sharing = sharing;
+             config.max_blocks = max_blocks;
+             config.timeout_s = timeout;
+             return std::make_unique<DeviceCommunicator>(config);
+           }),
+           py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
+           py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"), Unlocked())
+      .def_property_readonly("blocks", &DeviceCommunicator::blocks)
+      .def("handle", &DeviceCommunicator::handle)
+      .def("open", &DeviceCommunicator::open, Unlocked())
+      .def("probe_write", &DeviceCommunicator::probe_write, Unlocked())
+      .def("probe_check", &DeviceCommunicator::probe_check, Unlocked())
+      .def("meet", &DeviceCommunicator::meet, Unlocked())
+      .def("define", &DeviceCommunicator::define)
+      .def_property_readonly("one_shot_max", &DeviceCommunicator::one_shot_max)
+      // `arguments`: what Communicator's own calls take; its algorithm is named apart.
+      .def("run",
+           [](DeviceCommunicator& device, const Communicator& comm, const py::tuple& arguments,
+              const std::string& algorithm, std::uintptr_t stream) {
+             Call call;
+             Communicator::Options numbers;
+             if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
+                             static_cast<Py_ssize_t>(arguments.size()), comm, &call, &numbers))
+               throw py::error_already_set();
+             DeviceOptions options;
+             options.algorithm = algorithm;
+             options.order = numbers.order;
+             options.factor[0] = numbers.factor[0];
+             options.factor[1] = numbers.factor[1];
+             // A launch can wait for room in the stream's queue, and so for another thread's rank.
+             py::gil_scoped_release release;
+             device.run(call, options, stream);
+           })
+      .def("check", &DeviceCommunicator::check)
+      .def("idle", &DeviceCommunicator::idle)
+      .def("abort", &DeviceCommunicator::abort, Unlocked())
+      .def("close", &DeviceCommunicator::close, Unlocked());
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.
   m.def("time_call", [](Communicator& comm, int warmup, int iterations, bool touch_input,

@@ -259,6 +259,22 @@ void Communicator::check(const Where& where, steady_clock::time_point since) {
   check_peers(where, since);
 }
 
+// True if a rank of the region has given up.
+bool Communicator::told_to_stop() const {
+  if (!config_.region) return false;
+  const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
+  return word != 0 && (word & kUnfinished) == 0;
+}
+
+void Communicator::raise_told(const std::string& doing) {
+  const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
+  const std::string text = config_.region->abort_reason() + (" (" + doing + ")");
+  give_up(text);
+  // A death is a death for everybody; other reasons are the other rank's own.
+  const auto kind = static_cast<ErrorKind>(word >> kKindShift);
+  throw Error(kind == ErrorKind::peer_died ? kind : ErrorKind::aborted, text);
+}
+
 void Communicator::check_peers(const Where& where, steady_clock::time_point since) {
   const auto now = steady_clock::now();
   const auto place = [&] {
@@ -273,16 +289,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     return s;
   };
   if (aborted_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
-  if (config_.region) {
-    const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
-    if (word != 0 && (word & kUnfinished) == 0) {
-      const std::string text = config_.region->abort_reason() + (" (" + place() + ")");
-      give_up(text);
-      // A death is a death for everybody; other reasons are the other rank's own.
-      const auto kind = static_cast<ErrorKind>(word >> kKindShift);
-      throw Error(kind == ErrorKind::peer_died ? kind : ErrorKind::aborted, text);
-    }
-  }
+  if (told_to_stop()) raise_told(place());
   if (config_.mpi) {
     std::string text;
     int peer = -1;
@@ -398,6 +405,7 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
 
 void Communicator::run(const Call& call, const Options& options) {
   check_open();
+  if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
   if (queued_.load(std::memory_order_acquire) != 0) {
     const auto work = submit(call, options);
     waiter_->until([&] { return work->done(); },

@@ -162,6 +162,8 @@ class Communicator : public Watch {
   void leave_path(ErrorKind kind, const std::string& text);
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
   std::string broken_reason() const;
+  bool told_to_stop() const;
+  [[noreturn]] void raise_told(const std::string& doing);
   void execute(const Call& call, const Options& options);
   void dispatch(const Call& call, const Options& options);
   void run_general(const Call& call, const Options& options, const Signature& signature,

@@ -517,8 +517,8 @@ def test_a_server_that_stops_is_noticed():
 def start(code, rank=0, size=1, port=0, **environment):
     """A process that meets the others as `comm`, and then runs `code`."""
     program = (
-        "from collectives.bootstrap import *\nimport os, time\ncomm = detect()\n"
-        + textwrap.dedent(code)
+        "from collectives.bootstrap import *\nfrom collectives.errors import *\n"
+        "import os, time\ncomm = detect()\n" + textwrap.dedent(code)
     )
     environment = {
         **{

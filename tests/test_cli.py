@@ -20,11 +20,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import _core, cli, drawing
+from collectives import Communicator, _core, cli, drawing, run_threads
 from collectives.bench import cases, measuring, report, timing
 from collectives.bench.cases import Case, places
 from collectives.cli import _common, _progress, _ranks, compare
-from collectives.communicator import Communicator, run_threads
 from collectives.schedule import why_unsupported
 from collectives.tuning import Tuner, model
 from collectives.tuning.explain import explain

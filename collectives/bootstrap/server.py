@@ -44,6 +44,7 @@ from .wire import (
     bounded,
     pack_failure,
     pack_list,
+    prove,
     tune,
     unpack_call,
 )

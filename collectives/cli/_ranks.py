@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..bootstrap.sources import mpi_launcher
-from ..communicator import Communicator, init, run_threads
+from ..communicator import Communicator
 from ..errors import CollectiveError, ConfigError
+from ..starting import init, run_threads
 
 EVERYWHERE = "everywhere"  # attribute of an error that every rank raises
 

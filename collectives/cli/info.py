@@ -10,12 +10,12 @@ import argparse
 import json
 from typing import Any
 
-from .. import _core, communicator
+from .. import _core
 from ..bench import machine
 from ..bootstrap import host_key
 from ..communicator import Communicator
 from ..config import VARIABLES, Settings
-from ..tuning import region_sizes
+from ..tuning import MPI_DEPTH, MPI_SLOT, region_sizes
 from . import _common, _ranks
 
 EXAMPLES = """\
@@ -96,7 +96,7 @@ def _memory(comm: Communicator) -> dict[str, int]:
         memory["segment_bytes"] = _core.make_region(False, comm.local_size, **sizes).bytes
         memory |= {f"{name}_bytes" if "slot" in name else name: v for name, v in sizes.items()}
     if "mpi" in comm.transports:
-        memory["mpi_bytes_per_peer"] = 2 * communicator._MPI_SLOT * communicator._MPI_DEPTH
+        memory["mpi_bytes_per_peer"] = 2 * MPI_SLOT * MPI_DEPTH
     return memory
 
 

@@ -1,8 +1,9 @@
-"""Choosing: which algorithm serves a call, and the sizes at which ways change. No other file holds a size threshold.
+"""Choosing: which algorithm serves a call, and the sizes at which ways change. No other file holds
+a size threshold.
 
-`Tuner.choose` answers for one communicator: a forced rule (COLLECTIVES_ALGORITHM) first, then the table below. The entries come
-from `python -m collectives compare` on hosts with shared memory and with MPI between them; the model in `model.py`
-predicts times for `explain` and for sizes between.
+`Tuner.choose` answers for one communicator: a forced rule (COLLECTIVES_ALGORITHM) first, then the
+table below. The entries come from `python -m collectives compare` on hosts with shared memory and
+with MPI between them; the model in `model.py` predicts times for `explain` and for sizes between.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from ..errors import TopologyError, did_you_mean
 # The largest size, as an open end.
 ANY_SIZE = (1 << 64) - 1
 
+# Array bytes up to which group() packs all_reduce calls into one.
+PACK_BELOW = 256 << 10
+
+# Slots of a pair of ranks that exchange messages of MPI: bytes of each, and how many.
+MPI_SLOT = 1 << 20
+MPI_DEPTH = 4
+
 
 class Choice(NamedTuple):
     """`algorithm` serves calls of up to `limit` bytes."""
@@ -26,9 +34,12 @@ class Choice(NamedTuple):
 
 
 def _shared_memory(collective: str, nranks: int) -> list[Choice]:
-    """All ranks share memory: one hop reaches everybody, so the direct algorithms win at every size."""
+    """All ranks share memory: one hop reaches everybody, so the direct algorithms win at every
+    size.
+    """
     if collective == "all_reduce":
-        # Two ranks: one shot moves as many bytes as two and needs one hop less. More: two-shot divides the reductions.
+        # Two ranks: one shot moves as many bytes as two and needs one hop less. More: two-shot
+        # divides the reductions.
         if nranks == 2:
             return [Choice(ANY_SIZE, "direct_one_shot")]
         return [Choice(24 << 10, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot")]
@@ -78,7 +89,7 @@ class Tuner:
         self.node = node
         self.nranks = len(node)
         self.one_region = one_region
-        self.rules = tuple(rules)
+        self.rules = tuple(rule for rule in rules if rule.algorithm != "auto")
         self._tables: dict[str, list[Choice]] = {}
 
     def table(self, collective: str) -> list[Choice]:
@@ -89,25 +100,35 @@ class Tuner:
         return table
 
     def choose(self, collective: str, nbytes: int) -> str:
-        """The algorithm for a call of `nbytes` (of the whole vector, or of all blocks of one rank)."""
+        """The algorithm for a call of `nbytes`: the whole vector, or all blocks of one rank."""
         return next(c.algorithm for c in self.table(collective) if nbytes <= c.limit)
 
-    def reason(self, collective: str, nbytes: int) -> str:
-        """Why `choose` answers as it does, in words."""
+    def rule(self, collective: str, nbytes: int) -> Rule | None:
+        """The rule that forces the algorithm of a call, if there is one."""
         for rule in self.rules:
             if (
                 rule.collective == collective
                 and rule.low <= nbytes
                 and (rule.high is None or nbytes < rule.high)
             ):
-                return f"forced by COLLECTIVES_ALGORITHM ({rule})"
+                return rule
+        return None
+
+    def reason(self, collective: str, nbytes: int) -> str:
+        """Why `choose` answers as it does, in words."""
+        rule = self.rule(collective, nbytes)
+        if rule is not None:
+            return f"forced by COLLECTIVES_ALGORITHM ({rule})"
         if self.one_region:
             return "all ranks share memory, so one hop reaches everybody"
         if len(set(self.node)) == 1:
             return "the ranks of this node share no memory, so every hop is a message of MPI"
         if len(set(self.node)) == self.nranks:
             return "each rank is on a node of its own, so every hop crosses the network"
-        return "several nodes of several ranks: data are combined within a node before they cross the network"
+        return (
+            "several nodes of several ranks: data are combined within a node before they cross the "
+            "network"
+        )
 
     def _merge(self, collective: str) -> list[Choice]:
         if self.one_region:
@@ -155,29 +176,30 @@ def host_tuning(nranks: int, ncpus: int, *, messages: bool) -> _core.HostTuning:
 
     messages  True if some ranks are reached through MPI only
 
-    csrc/direct_host.hpp says what each means. `lanes` and `segment_bytes` must be equal on all ranks.
+    csrc/direct_host.hpp says what each means. `lanes` and `segment_bytes` must be equal on all
+    ranks.
     """
     tuning = _core.HostTuning()
     tuning.lines_max = 1152
     tuning.chunk_bytes = 64 << 10
     tuning.nontemporal_min = 8 << 20
     tuning.symmetric_min = 8 << 10
-    # Reading a peer's memory costs a system call and 0.1 us a page: two ranks, broadcast of 1 MiB 87 us, staged 62; of 16 MiB
-    # 1263 and 1369; all_to_all of 256 KiB 14.9 and 17.4.
+    # Reading a peer's memory costs a system call and 0.1 us a page: two ranks, broadcast of 1 MiB
+    # 87 us, staged 62; of 16 MiB 1263 and 1369; all_to_all of 256 KiB 14.9 and 17.4.
     tuning.pull_shared_min = 2 << 20
     tuning.pull_split_min = 256 << 10
     # With fewer CPUs than ranks a rank that spins keeps the one it waits for from running.
     tuning.crowded = ncpus < nranks
     tuning.spins = 1 if tuning.crowded else 2000
-    # A message of MPI costs a hand-shake, so there they are few and large (2 ranks, 4 MiB over Open MPI: 670 us with one lane
-    # of 256 KiB, 1100 with two of 64 KiB).
+    # A message of MPI costs a hand-shake, so there they are few and large (2 ranks, 4 MiB over Open
+    # MPI: 670 us with one lane of 256 KiB, 1100 with two of 64 KiB).
     tuning.lanes = 1 if messages else 2
     tuning.segment_bytes = (256 if messages else 64) << 10
     return tuning
 
 
 class RegionSizes(NamedTuple):
-    """Slots of a node's shared segment, in bytes. Pages are taken only when a slot is first used."""
+    """Slots of a node's shared segment, in bytes. Pages are taken when a slot is first used."""
 
     fifo_slot: int
     fifo_depth: int
@@ -186,18 +208,21 @@ class RegionSizes(NamedTuple):
 
 
 def region_sizes(nranks: int) -> RegionSizes:
-    """Slots for a node of `nranks` ranks: large for few ranks, and at most about 1 GiB in all for many."""
+    """Slots for a node of `nranks` ranks: large for few ranks, and at most about 1 GiB in all for
+    many.
+    """
     pairs = max(1, nranks * (nranks - 1))
     fifo_slot = 256 << 10
     while fifo_slot > 16 << 10 and fifo_slot * 4 * 10 * pairs > 1 << 30:
         fifo_slot //= 2
     stage_slot = min(1 << 20, max(256 << 10, nranks * (128 << 10)))
-    # Two ranks: twice two slots of a chunk stay in a core's second-level cache; more are slower (1 MiB: 86 instead of 79 us).
+    # Two ranks: twice two slots of a chunk stay in a core's second-level cache; more are slower (1
+    # MiB: 86 instead of 79 us).
     return RegionSizes(fifo_slot, 4, stage_slot, 2 if nranks == 2 else 4)
 
 
 def known_algorithm(name: str, known: Iterable[str]) -> None:
-    """Raises ValueError for a name that is neither registered nor a composition of registered ones."""
+    """Raises ValueError for a name that is not registered, nor composed of registered ones."""
     names = list(known)
     for part in name.replace("(", ",").replace(")", "").split(","):
         if part.strip() and part.strip() not in names:

@@ -1,0 +1,301 @@
+"""What csrc/bindings.cpp and csrc/python_calls.cpp define.
+
+Collectives, dtypes, ops and orders are numbers here: the index of the name in `collectives`,
+`dtypes` and `ops`; orders are 0, any, and 1, rank. Addresses are integers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, TypedDict, final
+
+commit: str
+dtypes: tuple[str, ...]
+ops: tuple[str, ...]
+collectives: tuple[str, ...]
+itemsizes: dict[str, int]
+
+def why_op_unsupported(op: str, dtype: str) -> str: ...
+def simd_level() -> str: ...
+
+# Schedules. A transfer is (src, dst, chunk, reduce, channel).
+
+_Transfer: TypeAlias = tuple[int, int, int, bool, int]
+
+class _AlgorithmInfo(TypedDict):
+    name: str
+    summary: str
+    when: str
+    source: str
+
+@final
+class Schedule:
+    def __init__(
+        self,
+        algorithm: str,
+        collective: str,
+        nranks: int,
+        nchunks: int,
+        rounds: Sequence[Sequence[_Transfer]],
+        root: int = 0,
+        node: Sequence[int] = ...,
+    ) -> None: ...
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def nranks(self) -> int: ...
+    @property
+    def root(self) -> int: ...
+    @property
+    def node(self) -> list[int]: ...
+    @property
+    def nchunks(self) -> int: ...
+    @property
+    def nchannels(self) -> int: ...
+    @property
+    def rounds(self) -> list[list[_Transfer]]: ...
+    def verify(self) -> None: ...
+    def cost(self) -> dict[str, float]: ...
+    def lowered(self, rank: int, order: str = "any") -> list[list[dict[str, Any]]]: ...
+    def check_deadlock(self, depth: int = 1, order: str = "any") -> None: ...
+
+def build_schedule(
+    algorithm: str, collective: str, nranks: int, root: int = 0, node: Sequence[int] = ...
+) -> Schedule: ...
+def why_unsupported(
+    algorithm: str, collective: str, nranks: int, root: int = 0, node: Sequence[int] = ...
+) -> str: ...
+def algorithms() -> list[_AlgorithmInfo]: ...
+
+# Memory and links.
+
+@final
+class Region:
+    def handle(self) -> str: ...
+    def close_handle(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def pull_probe() -> tuple[int, int]: ...
+def can_read_process(pid: int, address: int, value: int) -> bool: ...
+def make_region(
+    shared: bool,
+    nranks: int,
+    *,
+    fifo_slot: int,
+    fifo_depth: int,
+    stage_slot: int,
+    stage_depth: int,
+) -> Region: ...
+def open_region(
+    handle: str,
+    nranks: int,
+    *,
+    fifo_slot: int,
+    fifo_depth: int,
+    stage_slot: int,
+    stage_depth: int,
+) -> Region: ...
+
+@final
+class MpiTransport:
+    def __init__(self, comm: int, *, slot_bytes: int, depth: int, timeout: float) -> None: ...
+    @property
+    def threads(self) -> str: ...
+    @property
+    def any_thread(self) -> bool: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def abi(self) -> str: ...
+
+def loaded_mpi() -> dict[str, str]: ...
+
+# GPUs.
+
+has_cuda: bool  # built with CUDA
+
+def device_count() -> tuple[int, str]: ...  # and why there is none
+
+@final
+class DeviceCommunicator:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        nranks: int,
+        node: Sequence[int],
+        device: int,
+        sharing: int,
+        max_blocks: int,
+        timeout: float,
+    ) -> None: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def one_shot_max(self) -> int: ...
+    def handle(self) -> str: ...
+    def open(self, handles: Sequence[str], blocks: int) -> None: ...
+    def probe_write(self) -> None: ...
+    def probe_check(self) -> str: ...
+    def meet(self) -> None: ...
+    def define(self, algorithm: str, schedule: Schedule) -> None: ...
+    def run(
+        self, comm: Communicator, arguments: tuple[Any, ...], algorithm: str, stream: int
+    ) -> None: ...
+    def check(self) -> None: ...
+    def idle(self) -> bool: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+# Communicators.
+
+@final
+class HostTuning:
+    lines_max: int
+    chunk_bytes: int
+    nontemporal_min: int
+    symmetric_min: int
+    pull_shared_min: int
+    pull_split_min: int
+    spins: int
+    crowded: bool
+    lanes: int
+    segment_bytes: int
+    def __init__(self) -> None: ...
+
+@final
+class Work:
+    def done(self) -> bool: ...
+    def wait(self, seconds: float) -> bool: ...
+    def raise_error(self) -> None: ...
+
+@final
+class PostedTransfer: ...
+
+# None: no blocks; k: k elements a rank; (total,): split like numpy.array_split; [lengths], or
+# ([lengths], [offsets]).
+_Blocks: TypeAlias = int | tuple[int] | list[int] | tuple[list[int], list[int]] | None
+
+class _AllReduceInPlace(Protocol):
+    def __call__(self, x: Any, /) -> bool: ...
+
+class _Call(Protocol):
+    def __call__(
+        self,
+        collective: int,
+        dtype: int,
+        op: int,
+        root: int,
+        input: int,
+        output: int,
+        count: int,
+        in_blocks: _Blocks,
+        out_blocks: _Blocks,
+        algorithm: int,
+        order: int,
+        factor_real: float,
+        factor_imag: float,
+        /,
+    ) -> None: ...
+
+class _Submit(Protocol):
+    def __call__(
+        self,
+        collective: int,
+        dtype: int,
+        op: int,
+        root: int,
+        input: int,
+        output: int,
+        count: int,
+        in_blocks: _Blocks,
+        out_blocks: _Blocks,
+        algorithm: int,
+        order: int,
+        factor_real: float,
+        factor_imag: float,
+        /,
+    ) -> Work: ...
+
+@final
+class Communicator:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        nranks: int,
+        node: Sequence[int],
+        local_of: Sequence[int],
+        region: Region | None,
+        mpi: MpiTransport | None,
+        threads: bool,
+        tuning: HostTuning,
+        can_pull: bool,
+        slot_bytes: int,
+        timeout: float,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def transports(self) -> str: ...
+    @property
+    def one_region(self) -> bool: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def tuning(self) -> HostTuning: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def broken(self) -> bool: ...
+    def forget_plans(self) -> None: ...
+    def intern(self, algorithm: str, /) -> int: ...
+    def define(self, algorithm: str, schedule: Schedule, /) -> None: ...
+    def caller(
+        self, all_reduce_choice: Sequence[tuple[int, int]], /
+    ) -> tuple[_AllReduceInPlace, _Call, _Submit]:
+        """all_reduce_in_place, call and submit: plain functions, bound to this communicator.
+
+        all_reduce_choice  (limit in bytes, number of the algorithm), by rising limit
+
+        all_reduce_in_place(x) sums a plain writable buffer; False, and nothing done, for anything
+        else. Algorithm -1 is the core's own choice.
+        """
+    def close(self) -> None: ...
+    def abort(self, reason: str, /) -> None: ...
+    def post_send(
+        self, peer: int, tag: int, dtype: int, data: int, bytes: int, background: bool, /
+    ) -> PostedTransfer: ...
+    def post_recv(
+        self, peer: int, tag: int, dtype: int, data: int, bytes: int, background: bool, /
+    ) -> PostedTransfer: ...
+    def wait(self, posted: Sequence[PostedTransfer], /) -> None: ...
+    def transfer_done(self, posted: PostedTransfer, /) -> bool: ...
+    def make_segment(self, bytes: int, /) -> str: ...
+    def open_segment(self, id: int, bytes: int, handles: Sequence[str], /) -> int: ...
+    def release_segment(self, id: int, /) -> None: ...
+
+# Timed loops: (begin, end) of each iteration, in nanoseconds of CLOCK_MONOTONIC.
+
+def time_call(
+    comm: Communicator, warmup: int, iterations: int, touch_input: bool, /, *call: Any
+) -> list[tuple[int, int]]: ...
+def time_mpi(
+    comm: Communicator,
+    mpi_comm: int,
+    warmup: int,
+    iterations: int,
+    touch_input: bool,
+    collective: str,
+    dtype: int,
+    op: int,
+    root: int,
+    input: int,
+    output: int,
+    count: int,
+    /,
+) -> list[tuple[int, int]]: ...
+def cache_line_exchange(comm: Communicator, rounds: int, /) -> float: ...

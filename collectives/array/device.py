@@ -1,0 +1,57 @@
+"""Device arrays with the CUDA array interface, such as those of cupy."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArrayTypeError, UnsupportedError
+from .dtypes import name_of_numpy
+from .kind import Kind
+from .views import View, is_c_contiguous, no_gpu_error, readonly_error, strides_error
+
+
+class Cuda(Kind):
+    name = "cuda"
+
+    def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
+        ordinal = getattr(getattr(x, "device", None), "id", 0)
+        return cuda_view(x, writable, what, gpu, f"cuda:{ordinal}")
+
+    def new_like(self, x: Any, shape: tuple[int, ...]) -> Any:
+        if type(x).__module__.partition(".")[0] == "cupy":
+            cupy = sys.modules["cupy"]
+            with x.device:
+                return cupy.empty(shape, x.dtype)
+        raise UnsupportedError(f"cannot make a device array like a {type(x).__name__}; pass out=")
+
+
+def cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> View:
+    """Reads the CUDA array interface, version 3, which says everything but the device."""
+    if not gpu:
+        raise no_gpu_error(what, device)
+    if not hasattr(x, "__cuda_array_interface__"):
+        raise ArrayTypeError(
+            f"{what}: a {type(x).__name__} on {device} has no __cuda_array_interface__"
+        )
+    interface = x.__cuda_array_interface__
+    element = getattr(x, "dtype", None)
+    if not isinstance(element, np.dtype):
+        element = np.dtype(interface["typestr"])
+    dtype = name_of_numpy(element, what)
+    shape = tuple(interface["shape"])
+    pointer, readonly = interface["data"]
+    strides = interface.get("strides")
+    if strides is not None and not is_c_contiguous(shape, strides, element.itemsize):
+        raise strides_error(
+            what, strides, shape, "a contiguous copy, e.g. cupy.ascontiguousarray(x)"
+        )
+    if readonly and writable:
+        raise readonly_error(what, "pass a copy, or out= another array")
+    stream = interface.get("stream")
+    return View(
+        pointer, math.prod(shape), dtype, shape, readonly, "cuda", x, device, int(stream or 0)
+    )

@@ -1,0 +1,29 @@
+"""What there is to know about a kind of array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .dtypes import numpy_dtype
+from .memory import aligned_empty
+from .views import View
+
+
+class Kind:
+    """What there is to know about one kind of array; the defaults are those of a host array that
+    numpy understands.
+    """
+
+    name = ""
+
+    def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
+        raise NotImplementedError
+
+    def immutable(self, x: Any) -> bool:
+        return False
+
+    def new_like(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return aligned_empty(shape, numpy_dtype(self.view(x, False, "array", False).dtype))
+
+    def finish(self, x: Any, buffer: Any) -> Any:
+        return buffer

@@ -1,0 +1,310 @@
+"""What all collectives share: arguments are checked, an algorithm is chosen, the call runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from .array import View, finish, new_like
+from .device import DeviceEngine, DeviceWork, device_of, view
+from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
+from .schedule import algorithms, is_written, schedule, why_unsupported
+from .tuning import ANY_SIZE, Tuner, known_algorithm
+from .tuning.device import device_algorithm
+from .work import QueuedWork
+
+if TYPE_CHECKING:
+    from ._core import Communicator as Core
+    from .bootstrap import Bootstrap
+    from .group import Group
+
+
+def integer(value: Any, name: str) -> int:
+    """`value` as an int; raises TypeError that names the argument if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+
+
+# nbytes of an all_to_all_v: pairs have sizes of their own, which ranks cannot compare; the
+# algorithm must not depend on them.
+ANY_PAIR = 1 << 62
+
+# The numbers that the core gives to names.
+COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
+DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
+OPS = {name: i for i, name in enumerate(_core.ops)}
+ORDERS = {None: 0, "any": 0, "rank": 1}
+
+
+class Calls:
+    """A rank's end of a group of ranks that is connected; `Communicator` says what users see."""
+
+    rank: int
+    size: int
+    nodes: list[int]
+
+    # The core's end, and its functions: see `Communicator.caller` in _core.pyi.
+    _core: Core
+    _fast_all_reduce: Callable[[Any], bool]
+    _call: Callable[..., None]
+    _submit: Callable[..., Any]
+
+    _bootstrap: Bootstrap
+    _device: DeviceEngine | None  # None until the first device array
+    _closed: bool
+    _group: Group | None  # the one that is open
+    _tuner: Tuner
+    _choices: dict[str, list[tuple[int, int]]]  # collective -> (limit, the core's number)
+    _forced: dict[tuple[str, str, int], int]  # algorithm, collective, root -> the core's number
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this communicator is closed", rank=self.rank)
+
+    # ---- choosing --------------------------------------------------------------------------------
+
+    def _intern(self, algorithm: str, collective: str, root: int = 0) -> int:
+        """The core's number of an algorithm, which can then run `collective`."""
+        key = (algorithm, collective, root)
+        number = self._forced.get(key)
+        if number is not None:
+            return number
+        if not isinstance(algorithm, str) or not algorithm:
+            raise TypeError(f"algorithm must be a name such as 'ring', not {algorithm!r}")
+        known_algorithm(algorithm, (a.name for a in algorithms()))
+        why = why_unsupported(algorithm, collective, self.size, root=root, node=self.nodes)
+        if why:
+            raise UnsupportedError(
+                f"{algorithm} cannot do {collective} with these {self.size} ranks: {why}",
+                rank=self.rank,
+            )
+        if is_written(algorithm):
+            written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
+            self._core.define(algorithm, written._core)
+        number = self._forced[key] = self._core.intern(algorithm)
+        return number
+
+    def _table(self, collective: str) -> list[tuple[int, int]]:
+        table = self._choices.get(collective)
+        if table is None:
+            if collective == "barrier" and self._tuner.rule("barrier", 0) is None:
+                table = [(ANY_SIZE, -1)]  # the core's own: entering a call together is one
+            else:
+                table = [
+                    (c.limit, self._intern(c.algorithm, collective))
+                    for c in self._tuner.table(collective)
+                ]
+            self._choices[collective] = table
+        return table
+
+    def _algorithm(self, collective: str, nbytes: int, algorithm: str | None, root: int = 0) -> int:
+        if algorithm is None or algorithm == "auto":
+            return next(number for limit, number in self._table(collective) if nbytes <= limit)
+        return self._intern(algorithm, collective, root)
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    def _op(self, op: str, dtype: str, factor: complex | None) -> tuple[int, float, float]:
+        if not isinstance(op, str):
+            raise TypeError(f"op must be a name such as 'sum', not {op!r}")
+        number = OPS.get(op)
+        if number is None:
+            raise ValueError(f"unknown op {op!r}; {did_you_mean(op, _core.ops)}")
+        why = _core.why_op_unsupported(op, dtype)
+        if why:
+            raise UnsupportedError(why, rank=self.rank)
+        if op == "premul_sum":
+            if factor is None:
+                raise ValueError("premul_sum multiplies every contribution: pass factor=")
+            try:
+                factor = complex(factor)
+            except (TypeError, ValueError):
+                raise TypeError(f"factor must be a number, not {factor!r}") from None
+            if factor.imag and not dtype.startswith("complex"):
+                raise ValueError(f"factor {factor} is complex, the arrays are {dtype}")
+            return number, factor.real, factor.imag
+        if factor is not None:
+            raise ValueError(f"factor= belongs to op='premul_sum', not to {op!r}")
+        return number, 1.0, 0.0
+
+    def _root(self, root: int) -> int:
+        root = integer(root, "root")
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root} is out of range: ranks are 0 to {self.size - 1}")
+        return root
+
+    def _run(
+        self,
+        collective: str,
+        source: View | None,
+        target: View | None,
+        *,
+        count: int = 0,
+        in_blocks: Any = None,
+        out_blocks: Any = None,
+        dtype: str = "uint8",
+        op: tuple[int, float, float] = (0, 1.0, 0.0),
+        root: int = 0,
+        nbytes: int = 0,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+        result: Callable[[], Any],
+        keep: tuple[Any, ...] = (),
+    ) -> Any:
+        """Runs or queues a call on checked views; what the user gets is `result()`, or a Work for
+        it.
+        """
+        self._check_open()
+        if order not in ORDERS:
+            raise ValueError(f"order={order!r}; known: 'any', 'rank'")
+        device = device_of(collective, source, target)
+        arguments = (
+            COLLECTIVES[collective],
+            DTYPES[dtype],
+            op[0],
+            root,
+            source.pointer if source is not None else 0,
+            target.pointer if target is not None else 0,
+            count,
+            in_blocks,
+            out_blocks,
+            self._algorithm(collective, nbytes, algorithm, root) if device == "cpu" else 0,
+            ORDERS[order],
+            op[1],
+            op[2],
+        )
+        if device != "cpu":
+            views = [v for v in (target, source) if v is not None]
+            start = partial(
+                self._run_on_device, device, collective, arguments, root, nbytes, algorithm, views
+            )
+            if self._group is not None:
+                return self._group.add(lambda: (start(), result())[1])
+            start()
+            if async_op:
+                return DeviceWork(self._engine(device), result, (source, target, *keep))
+            return result()
+        if self._group is not None:
+
+            def run(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
+                # The group makes the call later, and what it works on lives as long as this.
+                self._call(*arguments)
+                return result()
+
+            return self._group.add(run)
+        if async_op:
+            return QueuedWork(self._submit(*arguments), result, (source, target, *keep))
+        self._call(*arguments)
+        return result()
+
+    # ---- on GPUs ---------------------------------------------------------------------------------
+
+    def _engine(self, device: str) -> DeviceEngine:
+        """The engine for arrays on `device`; collective when it is the first call on such arrays."""
+        kind, _, number = device.partition(":")
+        if self._device is None:
+            if kind != "cuda":
+                raise UnsupportedError(f"arrays on {device}: the GPU engine is for CUDA")
+            try:
+                # The others must be in a call on device arrays too, or this would wait for them.
+                self._call(
+                    COLLECTIVES["broadcast"], DTYPES["uint8"], 0, 0, 0, 0, 0, None, None,
+                    self._algorithm("broadcast", 0, None), 0, 1.0, 0.0,
+                )  # fmt: skip
+            except MismatchError as error:
+                raise MismatchError(
+                    f"rank {self.rank} calls with an array on {device}, another rank with one on "
+                    f"the host; pass all on the same side ({error})",
+                    rank=self.rank,
+                ) from error
+            self._device = DeviceEngine(self._bootstrap, self.nodes, int(number))
+        if kind != "cuda" or int(number) != self._device.device:
+            raise ArrayError(
+                f"the array is on {device}, and rank {self.rank} of this communicator works on "
+                f"cuda:{self._device.device}; move it there"
+            )
+        return self._device
+
+    def _run_on_device(
+        self,
+        device: str,
+        collective: str,
+        arguments: tuple[Any, ...],
+        root: int,
+        nbytes: int,
+        algorithm: str | None,
+        views: Sequence[View],
+    ) -> None:
+        engine = self._engine(device)
+        if views and nbytes >= ANY_PAIR:
+            raise UnsupportedError(
+                "all_to_all_v on device arrays is not there yet: pad the blocks and use "
+                "all_to_all, or pass copies on the host"
+            )
+        if algorithm is None or algorithm == "auto":
+            rule = self._tuner.rule(collective, nbytes)
+            algorithm = rule.algorithm if rule else device_algorithm(collective, nbytes, self.size)
+        if algorithm:
+            self._intern(algorithm, collective, root)
+            if is_written(algorithm):
+                written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
+                engine.define(algorithm, collective, root, written._core)
+        stream = next((v.stream for v in views if v.stream is not None), 0)
+        engine.run(self._core, arguments, algorithm, stream)
+
+    def _barrier_on(self, stream: int, async_op: bool) -> Any:
+        self._check_open()
+        if self._device is None:
+            raise UnsupportedError(
+                "barrier(stream=...) before any call on device arrays: rank "
+                f"{self.rank} does not know its GPU yet"
+            )
+        arguments = (COLLECTIVES["barrier"], 0, 0, 0, 0, 0, 0, None, None, 0, 0, 1.0, 0.0)
+        self._device.run(self._core, arguments, "", stream)
+        return DeviceWork(self._device, lambda: None, None) if async_op else None
+
+    def _in_out(
+        self, what: str, x: Any, out: Any, shape: Callable[[View], Sequence[int]]
+    ) -> tuple[View, View, Any, Callable[[], Any]]:
+        """Input view, output view, output array and what to return, for a call whose output is
+        another array.
+        """
+        source = view(x, writable=False, what=f"{what}: x")
+        if out is None:
+            buffer = new_like(x, tuple(shape(source)))
+            return (
+                source,
+                view(buffer, writable=True, what=f"{what}: out"),
+                buffer,
+                lambda: finish(x, buffer),
+            )
+        target = view(out, writable=True, what=f"{what}: out")
+        if target.dtype != source.dtype:
+            raise ArrayError(
+                f"{what}: x is {source.dtype}, out is {target.dtype}; both must be the same"
+            )
+        return source, target, out, lambda: out
+
+    @staticmethod
+    def _expect(what: str, name: str, got: int, expected: int) -> None:
+        if got != expected:
+            raise ArrayError(f"{what}: {name} has {got} elements, needed are {expected}")
+
+    def _counts(self, counts: Sequence[int]) -> list[int]:
+        try:
+            lengths = [integer(c, "counts") for c in counts]
+        except TypeError:
+            raise TypeError(
+                f"counts must be {self.size} integers, one for each rank, not {counts!r}"
+            ) from None
+        if len(lengths) != self.size:
+            raise ValueError(f"counts has {len(lengths)} entries, there are {self.size} ranks")
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"counts {lengths} has negative entries")
+        return lengths

@@ -1,0 +1,202 @@
+"""Set-up: who shares memory with whom, what carries data, and the core's end of it all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from . import _core
+from .bootstrap import Bootstrap, Mpi, host_key, node_key
+from .config import Settings
+from .errors import BootstrapError, CollectiveError, UnsupportedError
+from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes
+
+if TYPE_CHECKING:
+    from ._core import Communicator as Core
+    from ._core import HostTuning, MpiTransport, Region
+
+# Regions of thread ranks, by the job of their bootstrap: the creator puts it here, the others find
+# it.
+_thread_regions: dict[str, Region] = {}
+
+
+class Connection(NamedTuple):
+    """What a communicator is made of.
+
+    core      the core's end
+    nodes     node of every rank
+    tuning    sizes for the host engine
+    fallback  why MPI is used within nodes too, "" if it is not
+    """
+
+    core: Core
+    nodes: list[int]
+    tuning: HostTuning
+    fallback: str
+
+
+class _Reach(NamedTuple):
+    """Which ranks could share memory, before they have tried.
+
+    groups    their sizes
+    together  the ranks of this one's group
+    """
+
+    groups: list[int]
+    together: list[int]
+
+
+def connect(
+    bootstrap: Bootstrap, settings: Settings, nodes: Sequence[int] | None = None
+) -> Connection:
+    """Joins the ranks of a bootstrap. Collective over it.
+
+    nodes  node of each rank; found out unless given
+
+    Raises BootstrapError where ranks cannot share memory and nothing else carries data,
+    UnsupportedError for a forced transport that these ranks do not have.
+    """
+    rank, size = bootstrap.rank, bootstrap.size
+    threads, has_mpi = bootstrap.kind == "threads", bootstrap.kind == "mpi"
+    infos = _introduce(bootstrap, settings)
+    transport = _agreed_transport(bootstrap, infos)
+    keys = [i["node"] for i in infos]
+    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    nodes = list(nodes) if nodes is not None else [order[k] for k in keys]
+    if len(nodes) != size:
+        raise ValueError(f"nodes= names {len(nodes)} ranks, there are {size}")
+    groups, together = _reach(bootstrap, transport, infos, nodes)
+    cpus = {cpu for r in together for cpu in infos[r]["cpus"]}
+    tuning = host_tuning(len(together), len(cpus), messages=len(groups) > 1)
+
+    region, failure = _share_region(bootstrap, together)
+    pull = not threads and all(
+        _core.can_read_process(infos[r]["pid"], *infos[r]["probe"]) for r in together
+    )
+    verdicts = [json.loads(b) for b in bootstrap.all_gather(json.dumps([failure, pull]).encode())]
+    words = "; ".join(f"rank {r}: {why}" for r, (why, _) in enumerate(verdicts) if why)
+    fallback = ""
+    if words:
+        if not has_mpi or transport == "shm":
+            raise BootstrapError(f"the ranks cannot share memory: {words}", rank=rank)
+        region, together = None, [rank]
+        fallback = f"MPI is used within nodes too, because the ranks cannot share memory: {words}"
+    mpi = None
+    if has_mpi and len(together) < size:
+        mpi = _mpi_transport(cast(Mpi, bootstrap))
+    elif len(groups) > 1 and not has_mpi:
+        raise UnsupportedError(
+            f"ranks {sorted(set(range(size)) - set(together))} are on other hosts than rank "
+            f"{rank}, and the ranks met through {bootstrap.kind}: between hosts data go through "
+            "MPI, so start the job with mpirun"
+        )
+    # Programs are cut to the smallest slot that any rank has, so that all cut alike.
+    slots = [region_sizes(n).fifo_slot for n in groups if n > 1 and not fallback]
+    if mpi is not None:
+        slots.append(MPI_SLOT)
+    shares = together if region is not None else []
+    core = _core.Communicator(
+        rank=rank,
+        nranks=size,
+        node=nodes,
+        local_of=[shares.index(r) if r in shares else -1 for r in range(size)],
+        region=region,
+        mpi=mpi,
+        threads=threads,
+        tuning=tuning,
+        can_pull=all(may for _, may in verdicts),
+        slot_bytes=min(slots, default=1 << 20),
+        timeout=bootstrap.timeout,
+    )
+    bootstrap.barrier()
+    if region is not None and not threads:
+        region.close_handle()
+    _thread_regions.pop(bootstrap.job, None)
+    return Connection(core, nodes, tuning, fallback)
+
+
+def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]:
+    """What all ranks say of themselves."""
+    mine = {
+        "host": host_key(),
+        "node": node_key(settings),
+        "transport": settings.transport,
+        "pid": os.getpid(),
+        "probe": _core.pull_probe(),
+        "cpus": sorted(os.sched_getaffinity(0)),
+    }
+    return [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
+
+
+def _agreed_transport(bootstrap: Bootstrap, infos: list[dict[str, Any]]) -> str:
+    transports = {i["transport"] for i in infos}
+    if len(transports) > 1:
+        raise BootstrapError(
+            f"COLLECTIVES_TRANSPORT differs between ranks: {sorted(transports)}",
+            rank=bootstrap.rank,
+        )
+    transport = str(transports.pop())
+    if transport == "mpi" and bootstrap.kind != "mpi":
+        raise UnsupportedError(
+            f"COLLECTIVES_TRANSPORT=mpi, but the ranks met through {bootstrap.kind}, not MPI: "
+            "start them with mpirun"
+        )
+    if transport == "threads" and bootstrap.kind != "threads":
+        raise UnsupportedError(
+            "COLLECTIVES_TRANSPORT=threads, but the ranks are processes: use run_threads"
+        )
+    return transport
+
+
+def _reach(
+    bootstrap: Bootstrap, transport: str, infos: list[dict[str, Any]], nodes: list[int]
+) -> _Reach:
+    """The ranks of a host share a segment. With MPI, nodes that COLLECTIVES_NODE sets apart really
+    use it.
+    """
+    keys: list[Any] = nodes if bootstrap.kind == "mpi" else [i["host"] for i in infos]
+    if transport == "mpi":
+        keys = list(range(bootstrap.size))
+    together = [r for r in range(bootstrap.size) if keys[r] == keys[bootstrap.rank]]
+    return _Reach([keys.count(key) for key in dict.fromkeys(keys)], together)
+
+
+def _share_region(bootstrap: Bootstrap, together: list[int]) -> tuple[Region | None, str]:
+    """The segment of the ranks in `together`, or why it cannot be shared. Collective."""
+    threads = bootstrap.kind == "threads"
+    sizes = region_sizes(len(together))._asdict()
+    leader = bootstrap.rank == together[0]
+    region, failure, handle = None, "", ""
+    if leader and len(together) > 1:
+        try:
+            region = _core.make_region(not threads, len(together), **sizes)
+            if threads:
+                _thread_regions[bootstrap.job] = region
+            else:
+                handle = region.handle()
+        except CollectiveError as error:
+            failure = str(error)
+    handles = bootstrap.all_gather(handle.encode())
+    if not leader:
+        try:
+            region = (
+                _thread_regions[bootstrap.job]
+                if threads
+                else _core.open_region(handles[together[0]].decode(), len(together), **sizes)
+            )
+        except (CollectiveError, KeyError) as error:
+            failure = str(error)
+    return region, failure
+
+
+def _mpi_transport(bootstrap: Mpi) -> MpiTransport:
+    from mpi4py import MPI
+
+    return _core.MpiTransport(
+        MPI._handleof(bootstrap.comm),
+        slot_bytes=MPI_SLOT,
+        depth=MPI_DEPTH,
+        timeout=bootstrap.timeout,
+    )

@@ -1,0 +1,163 @@
+"""Arrays on GPUs: the engine of a communicator, set up when the first device array comes.
+
+A call on device arrays is put on the caller's current stream (cupy's, torch's) and returns at once;
+the host waits for nothing. What goes wrong in a kernel raises at the next call, and in
+`Communicator.synchronize`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from . import array as _array
+from .bootstrap import Bootstrap, host_key
+from .errors import ArrayError, CollectiveError, DeadlineError, UnsupportedError
+from .work import Work
+
+if TYPE_CHECKING:
+    from ._core import Communicator as Core
+    from .array import View
+
+# Looks at host arrays, and where there is an engine for them, at device arrays.
+view = partial(_array.view, gpu=_core.has_cuda)
+
+
+def device_of(what: str, source: View | None, target: View | None) -> str:
+    """ "cpu", or "cuda:N": where the arrays of a call are. Raises ArrayError if they are apart."""
+    if source is None or target is None:
+        one = source if source is not None else target
+        return one.device if one is not None else "cpu"
+    if source.device != target.device:
+        raise ArrayError(
+            f"{what}: x is on {source.device}, out is on {target.device}; both must be on the same "
+            "device"
+        )
+    return source.device
+
+
+class DeviceEngine:
+    """The GPU half of a rank. Making one is collective over the bootstrap.
+
+    device      ordinal of this rank's GPU
+    max_blocks  thread blocks that its kernels may take at most; 0: as many as help
+
+    Raises UnsupportedError on all ranks, in words, where GPUs cannot reach each other's memory.
+    """
+
+    def __init__(
+        self, bootstrap: Bootstrap, nodes: Sequence[int], device: int, max_blocks: int = 0
+    ) -> None:
+        self.device = device
+        self._bootstrap = bootstrap
+        self._defined: set[tuple[str, str, int]] = set()
+        count, why = _core.device_count()
+        if count and not 0 <= device < count:
+            why = f"there is no GPU {device}: this process sees {count}"
+        infos = self._agree("has no GPU", why, host=host_key(), pid=os.getpid(), device=device)
+        if len({i["host"] for i in infos}) > 1:
+            raise UnsupportedError(
+                "device arrays: the ranks are on several hosts, and the GPU engine works within "
+                "one; pass copies on the host"
+            )
+        mine = (os.getpid(), device)
+        sharing = sum((i["pid"], i["device"]) == mine for i in infos)
+        handle, blocks, core = "", 0, None
+        try:
+            core = _core.DeviceCommunicator(
+                rank=bootstrap.rank,
+                nranks=bootstrap.size,
+                node=nodes,
+                device=device,
+                sharing=sharing,
+                max_blocks=max_blocks,
+                timeout=bootstrap.timeout,
+            )
+            handle, blocks, why = core.handle(), core.blocks, ""
+        except CollectiveError as error:
+            why = str(error)
+        answers = self._agree("cannot set up its GPU", why, handle=handle, blocks=blocks)
+        assert core is not None
+        self.core = core
+        self.blocks = min(int(a["blocks"]) for a in answers)
+        handles = [str(a["handle"]) for a in answers]
+        self._step("cannot map a peer's memory", lambda: core.open(handles, self.blocks))
+        self._step("cannot write to a peer's memory", core.probe_write)
+        self._agree("failed the self-test of peer access", core.probe_check())
+        self._step("did not meet the others", core.meet)
+
+    def _agree(self, what: str, why: str, **more: Any) -> list[dict[str, Any]]:
+        """What all ranks say; raises on all of them if one says why it cannot go on."""
+        mine = json.dumps({"why": why, **more}).encode()
+        answers = [json.loads(b) for b in self._bootstrap.all_gather(mine)]
+        words = "; ".join(f"rank {r} {what}: {a['why']}" for r, a in enumerate(answers) if a["why"])
+        if words:
+            raise UnsupportedError(f"device arrays: {words}", rank=self._bootstrap.rank)
+        return answers
+
+    def _step(self, what: str, do: Callable[[], None]) -> None:
+        why = ""
+        try:
+            do()
+        except CollectiveError as error:
+            why = str(error)
+        self._agree(what, why)
+
+    def define(self, algorithm: str, collective: str, root: int, schedule: Any) -> None:
+        """Hands over the schedule of an algorithm that is written in Python."""
+        if (algorithm, collective, root) not in self._defined:
+            self.core.define(algorithm, schedule)
+            self._defined.add((algorithm, collective, root))
+
+    def run(self, comm: Core, arguments: tuple[Any, ...], algorithm: str, stream: int) -> None:
+        self.core.run(comm, arguments, algorithm, stream)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Waits for all calls so far; False if they have not ended after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = 0.0
+        while not self.core.idle():
+            if end is not None and time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(1e-3, pause + 1e-5)
+        return True
+
+
+class DeviceWork(Work):
+    """A call on device arrays. Its stream is what orders it; waiting here makes the host wait, for
+    this call and all before it.
+    """
+
+    def __init__(self, engine: DeviceEngine, result: Callable[[], Any], keep: Any) -> None:
+        self._engine = engine
+        self._result = result
+        self._keep = keep
+
+    def done(self) -> bool:
+        try:
+            return self._engine.core.idle()
+        except CollectiveError:
+            return True
+
+    def _wait(self, timeout: float | None) -> bool:
+        try:
+            return self._engine.wait(timeout)
+        except CollectiveError:
+            return True
+
+    def _finish(self) -> Any:
+        self._engine.core.check()
+        self._keep = None
+        return self._result()
+
+
+def wait_for(engine: DeviceEngine | None, timeout: float | None) -> None:
+    """`Communicator.synchronize`."""
+    if engine is not None and not engine.wait(timeout):
+        raise DeadlineError(f"the calls on the GPU are not done after {timeout:g} s; they go on")

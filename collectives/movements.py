@@ -1,0 +1,419 @@
+"""The collectives that move arrays without combining them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from .array import View, check_overlap, from_pointer, is_immutable, new_like, overlap
+from .calls import ANY_PAIR, Calls
+from .device import view
+from .errors import ArrayError
+
+
+class Movements(Calls):
+    """broadcast, the gathers, the scatters, all_to_all and barrier of a communicator."""
+
+    def broadcast(
+        self, x: Any, root: int = 0, *, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Copies the array of `root` into x on every rank (a new array where x is immutable).
+        Returns it.
+
+        x  any shape; count and dtype equal on all ranks
+        """
+        root = self._root(root)
+        if is_immutable(x, "broadcast: x"):
+            source, target, buffer, result = self._in_out("broadcast", x, None, lambda v: v.shape)
+        else:
+            source = target = view(x, writable=self.rank != root, what="broadcast: x")
+            buffer, result = x, lambda: x
+        return self._run(
+            "broadcast",
+            source,
+            target,
+            count=source.count,
+            dtype=source.dtype,
+            root=root,
+            nbytes=source.nbytes,
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer),
+        )
+
+    def all_gather(
+        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Joins the arrays of all ranks, in rank order, on every rank.
+
+        x    shape (k, ...), equal on all ranks; the result has shape (size·k, ...); a scalar gives
+             (size,)
+        out  where the result goes (x may be this rank's own block of it). If its count is no
+             multiple of size, blocks are those of numpy.array_split, as reduce_scatter makes them.
+        """
+        source = view(x, writable=False, what="all_gather: x")
+        shape = (self.size * source.shape[0], *source.shape[1:]) if source.shape else (self.size,)
+        source, target, buffer, result = self._in_out("all_gather", x, out, lambda v: shape)
+        each, extra = divmod(target.count, self.size)
+        mine = each + (self.rank < extra)
+        if mine != source.count:
+            raise ArrayError(
+                f"all_gather: x has {source.count} elements and out {target.count}; with "
+                f"{self.size} ranks, rank {self.rank}'s block of out has {mine}. For blocks of "
+                "other lengths use all_gather_v"
+            )
+        itemsize = target.nbytes // target.count if target.count else 1
+        if source.pointer != target.pointer + (self.rank * each + min(self.rank, extra)) * itemsize:
+            check_overlap(source, target, "all_gather")
+        return self._run(
+            "all_gather",
+            source,
+            target,
+            out_blocks=each if extra == 0 else (target.count,),
+            dtype=source.dtype,
+            nbytes=target.nbytes,
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer),
+        )
+
+    def all_gather_v(
+        self,
+        x: Any,
+        counts: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`all_gather` of arrays whose first axes differ in length.
+
+        x       shape (counts[rank], ...); the result has shape (sum(counts), ...)
+        counts  lengths of the first axes of all ranks, equal on all; found out with a small
+                all_gather if not given
+        """
+        source = view(x, writable=False, what="all_gather_v: x")
+        row = int(np.prod(source.shape[1:], dtype=np.int64)) if source.shape else 1
+        rows = source.shape[0] if source.shape else 1
+        lengths = (
+            self._counts(counts)
+            if counts is not None
+            else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+        )
+        if lengths[self.rank] != rows:
+            raise ArrayError(
+                f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
+            )
+        source, target, buffer, result = self._in_out(
+            "all_gather_v", x, out, lambda v: (sum(lengths), *v.shape[1:])
+        )
+        self._expect("all_gather_v", "out", target.count, sum(lengths) * row)
+        check_overlap(source, target, "all_gather_v")
+        return self._run(
+            "all_gather",
+            source,
+            target,
+            out_blocks=[c * row for c in lengths],
+            dtype=source.dtype,
+            nbytes=target.nbytes,
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer),
+        )
+
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`all_gather` whose result only `root` gets; the others get None."""
+        return self._gather("gather", x, root, None, out, algorithm, async_op)
+
+    def gather_v(
+        self,
+        x: Any,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`all_gather_v` whose result only `root` gets; the others get None."""
+        source = view(x, writable=False, what="gather_v: x")
+        rows = source.shape[0] if source.shape else 1
+        lengths = (
+            self._counts(counts)
+            if counts is not None
+            else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+        )
+        if lengths[self.rank] != rows:
+            raise ArrayError(
+                f"gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
+            )
+        return self._gather("gather_v", x, root, lengths, out, algorithm, async_op)
+
+    def _gather(
+        self,
+        what: str,
+        x: Any,
+        root: int,
+        lengths: list[int] | None,
+        out: Any,
+        algorithm: str | None,
+        async_op: bool,
+    ) -> Any:
+        root = self._root(root)
+        source = view(x, writable=False, what=f"{what}: x")
+        row = int(np.prod(source.shape[1:], dtype=np.int64)) if source.shape else 1
+        rows = (
+            self.size * (source.shape[0] if source.shape else 1)
+            if lengths is None
+            else sum(lengths)
+        )
+        total = rows * row
+        if self.rank == root:
+            source, target, buffer, result = self._in_out(
+                what, x, out, lambda v: (rows, *v.shape[1:])
+            )
+            self._expect(what, "out", target.count, total)
+            offset = (
+                self.rank * source.count if lengths is None else sum(lengths[: self.rank]) * row
+            )
+            if source.pointer != target.pointer + offset * (source.nbytes // max(1, source.count)):
+                check_overlap(source, target, what)
+        else:
+            target, buffer, result = None, None, lambda: None
+        itemsize = _core.itemsizes[source.dtype]
+        return self._run(
+            "gather",
+            source,
+            target,
+            out_blocks=source.count if lengths is None else [c * row for c in lengths],
+            dtype=source.dtype,
+            root=root,
+            nbytes=total * itemsize,
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer),
+        )
+
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Splits the array of `root` along its first axis; every rank gets its block.
+
+        x    on root, shape (size·k, ...); ignored elsewhere (None is fine)
+        out  where the block goes, shape (k, ...); needed on all ranks but root, which do not know
+             shape and dtype otherwise
+        """
+        return self._scatter("scatter", x, root, None, out, algorithm, async_op)
+
+    def scatter_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`scatter` with blocks of `counts[r]` rows for rank r; equal `counts` on all ranks."""
+        return self._scatter("scatter_v", x, root, self._counts(counts), out, algorithm, async_op)
+
+    def _scatter(
+        self,
+        what: str,
+        x: Any,
+        root: int,
+        lengths: list[int] | None,
+        out: Any,
+        algorithm: str | None,
+        async_op: bool,
+    ) -> Any:
+        root = self._root(root)
+        if self.rank == root:
+            given = view(x, writable=False, what=f"{what}: x")
+            rows = given.shape[0] if given.shape else 1
+            if lengths is None and rows % self.size:
+                raise ArrayError(
+                    f"{what}: the first axis of x has length {rows}, no multiple of {self.size} "
+                    "ranks; use scatter_v"
+                )
+            if lengths is not None and sum(lengths) != rows:
+                raise ArrayError(
+                    f"{what}: the first axis of x has length {rows}, counts sum to {sum(lengths)}"
+                )
+            row = given.count // rows if rows else int(np.prod(given.shape[1:], dtype=np.int64))
+            mine = rows // self.size if lengths is None else lengths[self.rank]
+            source, target, buffer, result = self._in_out(
+                what, x, out, lambda v: (mine, *v.shape[1:])
+            )
+            self._expect(what, "out", target.count, mine * row)
+            before = self.rank * mine if lengths is None else sum(lengths[: self.rank])
+            own = source.pointer + before * row * _core.itemsizes[source.dtype]
+            if target.pointer != own:
+                check_overlap(source, target, what)
+            blocks = [c * row for c in lengths] if lengths is not None else mine * row
+        else:
+            if out is None:
+                raise ArrayError(
+                    f"{what}: rank {self.rank} is not the root and must pass out= an array for its "
+                    "block"
+                )
+            source, target = None, view(out, writable=True, what=f"{what}: out")
+            buffer, result = out, lambda: out
+            if lengths is None:
+                blocks = target.count
+            else:
+                rows = target.shape[0] if target.shape else 1
+                if rows != lengths[self.rank]:
+                    raise ArrayError(
+                        f"{what}: out has {rows} rows, counts[{self.rank}] says "
+                        f"{lengths[self.rank]}"
+                    )
+                row = int(np.prod(target.shape[1:], dtype=np.int64))
+                blocks = [c * row for c in lengths]
+        assert target is not None
+        total = sum(blocks) if isinstance(blocks, list) else blocks * self.size
+        return self._run(
+            "scatter",
+            source,
+            target,
+            in_blocks=blocks,
+            dtype=target.dtype,
+            root=root,
+            nbytes=total * _core.itemsizes[target.dtype],
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer),
+        )
+
+    def all_to_all(
+        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Sends block d of x to rank d; block s of the result came from rank s.
+
+        x  shape (size·k, ...); the result has the same shape. With out=x the input is copied first.
+        """
+        source = view(x, writable=False, what="all_to_all: x")
+        rows = source.shape[0] if source.shape else 1
+        if rows % self.size:
+            raise ArrayError(
+                f"all_to_all: the first axis of x has length {rows}, no multiple of {self.size} "
+                "ranks; use all_to_all_v"
+            )
+        source, target, buffer, result = self._in_out("all_to_all", x, out, lambda v: v.shape)
+        self._expect("all_to_all", "out", target.count, source.count)
+        check_overlap(source, target, "all_to_all")
+        copy = None
+        if overlap(source, target) == "same":
+            if source.device != "cpu":
+                raise ArrayError("all_to_all: on the GPU, out must be another array than x")
+            copy = new_like(x, source.shape)
+            copied = view(copy, writable=True)
+            _copy(source, copied)
+            source = copied
+        each = source.count // self.size
+        return self._run(
+            "all_to_all",
+            source,
+            target,
+            in_blocks=each,
+            out_blocks=each,
+            dtype=source.dtype,
+            nbytes=source.nbytes,
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer, copy),
+        )
+
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`all_to_all` with send_counts[d] rows of x for rank d.
+
+        x            shape (sum(send_counts), ...); the result has shape (sum(recv_counts), ...)
+        recv_counts  rows that come from each rank; found out with a small all_to_all if not given
+        """
+        sends = self._counts(send_counts)
+        receives = (
+            self._counts(recv_counts)
+            if recv_counts is not None
+            else [int(c) for c in self.all_to_all(np.array(sends, np.int64))]
+        )
+        source = view(x, writable=False, what="all_to_all_v: x")
+        rows = source.shape[0] if source.shape else 1
+        if sum(sends) != rows:
+            raise ArrayError(
+                f"all_to_all_v: the first axis of x has length {rows}, send_counts sum to "
+                f"{sum(sends)}"
+            )
+        row = int(np.prod(source.shape[1:], dtype=np.int64))
+        source, target, buffer, result = self._in_out(
+            "all_to_all_v", x, out, lambda v: (sum(receives), *v.shape[1:])
+        )
+        self._expect("all_to_all_v", "out", target.count, sum(receives) * row)
+        if overlap(source, target) != "none":
+            raise ArrayError("all_to_all_v: out shares memory with x; pass another array")
+        return self._run(
+            "all_to_all",
+            source,
+            target,
+            in_blocks=[c * row for c in sends],
+            out_blocks=[c * row for c in receives],
+            dtype=source.dtype,
+            nbytes=ANY_PAIR,
+            algorithm=algorithm,
+            async_op=async_op,
+            result=result,
+            keep=(x, buffer),
+        )
+
+    def barrier(
+        self, *, algorithm: str | None = None, async_op: bool = False, stream: int | None = None
+    ) -> Any:
+        """Returns when all ranks have called it.
+
+        stream  a CUDA stream, as an integer: what is put on it after this call runs once the
+                streams of all ranks have come this far; the host does not wait. Needs device arrays
+                before, or run_threads(devices=...).
+        """
+        if stream is not None:
+            return self._barrier_on(stream, async_op)
+        return self._run(
+            "barrier", None, None, algorithm=algorithm, async_op=async_op, result=lambda: None
+        )
+
+
+def _copy(source: View, target: View) -> None:
+    if source.nbytes:
+        raw = from_pointer(target.pointer, (target.nbytes,), "uint8", owner=target.owner)
+        raw[:] = from_pointer(source.pointer, (source.nbytes,), "uint8", owner=source.owner)

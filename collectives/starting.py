@@ -1,0 +1,97 @@
+"""How communicators of all ranks come about: `init`, `from_mpi` and `run_threads`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .bootstrap import Threads, detect
+from .communicator import Communicator
+from .config import Settings
+from .errors import CollectiveError
+
+
+def init(source: Any = None, *, timeout: float | None = None) -> Communicator:
+    """The communicator of all ranks of this job. Collective.
+
+    source   how ranks find each other; by itself this finds mpirun, torchrun, `python -m
+             collectives run`, or a world of one. Otherwise an mpi4py communicator, a Bootstrap, or
+             "mpi", "tcp", "torchrun", "solo".
+    timeout  seconds that any wait lasts at most (COLLECTIVES_TIMEOUT, else 300)
+
+    Raises BootstrapError or DeadlineError in words if ranks are missing, come twice or belong to
+    another job.
+    """
+    settings = Settings()
+    return Communicator(detect(source, timeout=timeout), settings)
+
+
+def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
+    """The same as `Communicator.from_mpi`."""
+    return Communicator.from_mpi(comm, timeout=timeout)
+
+
+def run_threads(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    nodes: Sequence[int] | None = None,
+    devices: Sequence[int] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Runs fn(comm, *args) on n ranks that are threads of this process; returns their results in
+    rank order.
+
+    nodes    node of each rank, to try the algorithms for several nodes
+    devices  GPUs that the ranks work on, in turn, so that [0] is one for all. Ranks that share a
+             GPU need a stream each (not the default one). Sets CUDA_DEVICE_MAX_CONNECTIONS and
+             CUDA_MODULE_LOADING unless they are set, which works only before CUDA is used.
+    timeout  seconds that any wait lasts at most
+
+    The first exception of any rank is raised, after the others were told and have ended.
+    """
+    if n < 1:
+        raise ValueError(f"run_threads needs at least one rank, not {n}")
+    if devices is not None:
+        if not devices:
+            raise ValueError("devices=[] names no GPU; pass [0] for one that all ranks share")
+        # Kernels that wait for each other need a hardware queue each, and may not be loaded while
+        # one waits.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    settings = Settings()
+    ends = Threads.world(n, settings.timeout if timeout is None else timeout)
+    results: list[Any] = [None] * n
+    errors: list[BaseException | None] = [None] * n
+    first: list[int] = []
+
+    def body(rank: int) -> None:
+        comm = None
+        try:
+            device = devices[rank % len(devices)] if devices is not None else None
+            comm = Communicator(ends[rank], settings, nodes=nodes, device=device)
+            results[rank] = fn(comm, *args)
+        except BaseException as error:  # handed to the caller below, whatever it is
+            errors[rank] = error
+            first.append(rank)
+            if comm is not None and not isinstance(error, CollectiveError):
+                comm.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+            ends[rank].fail(error)
+        finally:
+            if comm is not None:
+                comm.close()
+
+    threads = [
+        threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(n)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if first:
+        error = errors[first[0]]
+        assert error is not None
+        raise error
+    return results

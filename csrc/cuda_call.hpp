@@ -1,0 +1,190 @@
+// What the host half and the kernels of the GPU engine both know: memory layout and call records.
+//
+// Each rank owns an *arena* of device memory that all peers map: state, arrivals, FIFOs and packet
+// buffers. A kernel only ever writes into arenas and into the caller's own arrays; it reads its own
+// arena and its own arrays. Plain data, no CUDA headers: nvcc and the host compiler lay it out
+// alike.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "plan.hpp"
+#include "types.hpp"
+
+namespace collectives::device {
+
+using u32 = std::uint32_t;
+using u64 = unsigned long long;
+static_assert(sizeof(u64) == 8);
+
+inline constexpr int kMaxRanks = 16;
+inline constexpr int kMaxStrands = 32;  // FIFOs from one rank to another: channels x lanes
+inline constexpr int kDepth = 4;        // slots of a FIFO; programs are lowered for it
+inline constexpr int kThreads = 512;    // of a block
+
+// What a kernel waited for, or found, when it gave up.
+enum class Leave : u32 {
+  none,
+  mismatch,  // a peer is in another call
+  deadline,
+  aborted,   // this rank's host said so
+  peer_left  // a peer gave up; `seen` holds its reason
+};
+enum class Phase : u32 { none, arrival, message, slot, packet };
+
+// Written once by the first thread that gives up, in pinned host memory.
+struct Record {
+  u32 state;  // 1: complete
+  u32 leave;  // Leave
+  u32 phase;  // Phase
+  std::int32_t peer, strand, step, round;
+  u64 epoch, expected, seen, waited_ns;
+  u64 theirs[2];  // mismatch: the peer's count, and its call as `signature_word` packs it
+};
+struct Control {
+  u32 abort;  // set by the host: kernels leave
+  u32 pad[31];
+  Record record;
+};
+
+// What a rank tells each peer when it enters a call; by parity of the epoch, because a peer may be
+// one call ahead, never two.
+struct alignas(32) Arrival {
+  u64 word;  // epoch (low 32 bits) above the hash of the signature (32 bits); written last
+  u64 signature[2];
+  u64 pad;
+};
+
+// The head of an arena.
+struct State {
+  u64 epoch;   // calls that this rank has finished
+  u32 ticket;  // blocks of the running kernel that have finished
+  u32 left;    // Leave of this rank: all kernels after it leave at once
+  u32 poison;  // 1 + the rank that gave up, and its Leave above: written by peers
+  u32 pad;
+  u64 token;             // self-test: what peers must read here
+  u64 probe[kMaxRanks];  // self-test: what each peer wrote here
+  Arrival arrivals[2][kMaxRanks];
+};
+
+// Both ends of the FIFOs of one strand between this rank and one peer, in this rank's arena.
+struct alignas(128) FifoControl {
+  u32 filled[kDepth];  // written by the peer: number of the message in each slot, from 1
+  u32 released;        // written by the peer: my messages that it has taken out
+  u32 sent, received;  // mine, from call to call
+};
+
+// Where things lie in every arena.
+struct Geometry {
+  int strands = 0;
+  u32 slot_bytes = 0;
+  u32 packet_units = 0;  // packets of 8 bytes of data, for each peer and parity
+  u64 controls = 0, slots = 0, packets = 0, bytes = 0;
+};
+
+struct DeviceWorld {
+  int rank, nranks;
+  unsigned char* arena[kMaxRanks];
+  Control* control;
+  u64 timeout_ns;
+  Geometry geometry;
+};
+
+struct CallHead {
+  u64 count;
+  u64 signature_word;  // collective, dtype, op, order, root and a part of the algorithm's hash
+  u32 hash;            // of the whole signature
+};
+
+// ---- layout: the spans of chunks, as layout.hpp has them, in a form that kernels can take ------
+
+struct FlatBlocks {
+  u64 each, extra;  // as numpy.array_split does; with `table`, one by one
+  u64 length[kMaxRanks], offset[kMaxRanks];
+  bool table;
+};
+
+struct FlatLayout {
+  Collective collective;
+  bool flat;
+  int rank, nranks, nchunks, per_block;
+  u64 segment, segments, count, align;
+  FlatBlocks in, out;
+};
+
+// ---- reductions -------------------------------------------------------------------------------
+
+// One for each pair of format and operation that differ in their bits.
+struct Reducer {
+  u32 format;  // Format
+  u32 op;      // Combine
+};
+enum class Format : u32 {
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  float8_e4m3,
+  float8_e5m2,
+  int8,
+  int16,
+  int32,
+  int64,
+  uint8,
+  uint16,
+  uint32,
+  uint64,
+  boolean,
+  complex64,
+  complex128
+};
+enum class Combine : u32 { sum, prod, min, max, band, bor, bxor };
+
+struct Arithmetic {
+  Reducer reducer;
+  u32 element;  // bytes
+  int divisor;  // avg: of complete values
+  bool scaled;  // premul_sum: every contribution is multiplied first
+  double factor[2];
+};
+
+struct PlanCall {
+  DeviceWorld world;
+  CallHead head;
+  FlatLayout layout;
+  Arithmetic arithmetic;
+  const Step* steps;
+  const Piece* pieces;
+  const std::int32_t* channel_begin;  // steps of channel c: [begin[c], begin[c + 1])
+  int channels, lanes;
+  const unsigned char* input;
+  unsigned char* output;
+  unsigned char* scratch;
+  u64 cell_bytes;
+  int cells;  // of a strand
+};
+
+struct OneShotCall {
+  DeviceWorld world;
+  CallHead head;
+  Arithmetic arithmetic;
+  const unsigned char* input;
+  unsigned char* output;
+  u64 bytes;
+};
+
+// ---- kernels/*.cu: `stream` is a cudaStream_t; the result is a cudaError_t ---------------------
+
+int launch_plan(const PlanCall& call, int blocks, void* stream);
+int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
+// Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
+// should be; `wrong` (device memory, one word a rank) says where it was not.
+int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream);
+// Load the kernels; blocks of each that one multiprocessor holds at a time.
+int plan_residency(int* blocks);
+int one_shot_residency(int* blocks);
+// Loads all kernels now; blocks of the larger ones that one multiprocessor holds at a time.
+int load_kernels(int* resident);
+
+}  // namespace collectives::device

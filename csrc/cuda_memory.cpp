@@ -1,0 +1,169 @@
+#include "cuda_memory.hpp"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+#include "device.hpp"
+#include "errors.hpp"
+
+namespace collectives {
+
+int device_count(std::string* why) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return count;
+  cudaGetLastError();
+  if (why != nullptr)
+    *why = std::string{"CUDA finds no GPU here ("} +
+           (error == cudaSuccess ? "no device" : cudaGetErrorString(error)) + ")";
+  return 0;
+}
+
+namespace device {
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the next call must not see it again
+  throw Error(ErrorKind::system, std::string{what} + ": " + cudaGetErrorName(error) + ", " +
+                                     cudaGetErrorString(error));
+}
+
+OnDevice::OnDevice(int device) : device_(device) {
+  check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+  if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+}
+OnDevice::~OnDevice() {
+  if (before_ != device_) cudaSetDevice(before_);
+}
+
+WhileCapturing::WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+WhileCapturing::~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+Geometry make_geometry(int nranks, int strands) {
+  // Slots: large enough that a message's two signals (about 2 µs) are small beside its bytes, small
+  // enough that all FIFOs of two to four ranks stay in a 50 MB L2.
+  constexpr u32 kSlot = 64 << 10, kSlotOfMany = 32 << 10;
+  constexpr u32 kPacketBytes = 256 << 10;
+  const auto aligned = [](u64 bytes) { return (bytes + 4095) / 4096 * 4096; };
+  Geometry g;
+  g.strands = strands;
+  g.slot_bytes = nranks <= 4 ? kSlot : kSlotOfMany;
+  g.packet_units = kPacketBytes / 8;
+  g.controls = aligned(sizeof(State));
+  g.slots = g.controls + aligned(sizeof(FifoControl) * nranks * strands);
+  g.packets = g.slots + u64(nranks) * strands * kDepth * g.slot_bytes;
+  g.bytes = g.packets + u64(2) * nranks * g.packet_units * 16;
+  return g;
+}
+
+Memory::Memory(int device, u64 bytes) : device_(device) {
+  void* p = nullptr;
+  const cudaError_t error = cudaMalloc(&p, bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    throw Error(ErrorKind::system, "cannot allocate " + std::to_string(bytes >> 20) +
+                                       " MiB of FIFOs on GPU " + std::to_string(device) + ": " +
+                                       cudaGetErrorString(error));
+  }
+  pointer_ = static_cast<unsigned char*>(p);
+}
+Memory::~Memory() {
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  cudaFree(pointer_);
+  cudaSetDevice(before);
+}
+
+namespace {
+
+// Arenas of ranks of this process, by address.
+std::mutex registry_mutex;
+std::map<const void*, std::weak_ptr<Memory>>& registry() {
+  static auto* const all = new std::map<const void*, std::weak_ptr<Memory>>;
+  return *all;
+}
+
+}  // namespace
+
+Arenas::Arenas(int rank, int nranks, int device)
+    : rank_(rank), device_(device), arena_(nranks, nullptr) {}
+
+Arenas::~Arenas() {
+  for (void* p : opened_) cudaIpcCloseMemHandle(p);
+}
+
+void Arenas::allocate(const Geometry& geometry, cudaStream_t stream) {
+  held_.push_back(std::make_shared<Memory>(device_, geometry.bytes));
+  const std::lock_guard lock(registry_mutex);
+  registry()[own()] = held_.front();
+  check_cuda(cudaMemsetAsync(own(), 0, geometry.bytes, stream), "cudaMemsetAsync");
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+std::string Arenas::handle() const {
+  cudaIpcMemHandle_t ipc;
+  std::memset(&ipc, 0, sizeof ipc);
+  const bool exported = cudaIpcGetMemHandle(&ipc, own()) == cudaSuccess;
+  if (!exported) cudaGetLastError();  // threads of one process do without
+  std::ostringstream s;
+  s << getpid() << ' ' << device_ << ' ' << reinterpret_cast<std::uintptr_t>(own()) << ' '
+    << exported << ' ' << std::hex;
+  for (const char c : ipc.reserved) s << (static_cast<unsigned>(c) & 0xff) << ' ';
+  return s.str();
+}
+
+void Arenas::map(const std::vector<std::string>& handles) {
+  for (int q = 0; q < static_cast<int>(handles.size()); ++q) {
+    if (q == rank_) {
+      arena_[q] = own();
+      continue;
+    }
+    std::istringstream s(handles[q]);
+    long pid = 0;
+    int device = 0;
+    std::uintptr_t pointer = 0;
+    bool exported = false;
+    s >> pid >> device >> pointer >> exported >> std::hex;
+    const std::string pair = "rank " + std::to_string(rank_) + " (GPU " + std::to_string(device_) +
+                             ") and rank " + std::to_string(q) + " (GPU " + std::to_string(device) +
+                             ")";
+    if (pid == getpid()) {
+      if (device != device_) {
+        const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
+        cudaGetLastError();
+        if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled)
+          throw Error(ErrorKind::unsupported, pair + " have no peer access: " +
+                                                  cudaGetErrorString(error));
+      }
+      arena_[q] = reinterpret_cast<unsigned char*>(pointer);
+      const std::lock_guard lock(registry_mutex);
+      const auto known = registry().find(arena_[q]);
+      if (known != registry().end()) held_.push_back(known->second.lock());
+      continue;
+    }
+    cudaIpcMemHandle_t ipc;
+    for (char& c : ipc.reserved) {
+      unsigned byte = 0;
+      s >> byte;
+      c = static_cast<char>(byte);
+    }
+    void* mapped = nullptr;
+    const cudaError_t error =
+        exported && s ? cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess)
+                      : cudaErrorNotSupported;
+    cudaGetLastError();
+    if (error != cudaSuccess)
+      throw Error(ErrorKind::unsupported,
+                  pair + " cannot map each other's memory: " + cudaGetErrorString(error));
+    opened_.push_back(mapped);
+    arena_[q] = static_cast<unsigned char*>(mapped);
+  }
+}
+
+}  // namespace device
+}  // namespace collectives

@@ -1,0 +1,83 @@
+// Device memory and what is checked about it: allocation, arenas that peers map, errors in words.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_call.hpp"
+
+namespace collectives::device {
+
+// Throws Error(system) with what was tried and CUDA's own words.
+void check_cuda(cudaError_t error, const char* what);
+
+// Makes a device current for the calling thread, and restores the one before.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0, device_ = 0;
+};
+
+// While one lives, calls that CUDA calls unsafe during another stream's capture are allowed on this
+// thread: what is done here touches no captured stream.
+class WhileCapturing {
+ public:
+  WhileCapturing();
+  ~WhileCapturing();
+  WhileCapturing(const WhileCapturing&) = delete;
+  WhileCapturing& operator=(const WhileCapturing&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+Geometry make_geometry(int nranks, int strands);
+
+// Device memory that is freed with its last holder: ranks that are threads hold each other's arenas,
+// so that a rank may close while a peer's kernel still writes to it.
+class Memory {
+ public:
+  Memory(int device, u64 bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  unsigned char* get() const { return pointer_; }
+
+ private:
+  int device_;
+  unsigned char* pointer_ = nullptr;
+};
+
+// One rank's arena, and the way to the others'.
+class Arenas {
+ public:
+  Arenas(int rank, int nranks, int device);
+  ~Arenas();
+  Arenas(const Arenas&) = delete;
+  Arenas& operator=(const Arenas&) = delete;
+
+  // What peers need to map this rank's arena: threads of this process take the pointer, other
+  // processes an IPC handle.
+  std::string handle() const;
+  // `stream`: a private one, for what must be done before peers look.
+  void allocate(const Geometry& geometry, cudaStream_t stream);
+  void map(const std::vector<std::string>& handles);
+  unsigned char* const* all() const { return arena_.data(); }
+  unsigned char* own() const { return held_.front()->get(); }
+
+ private:
+  int rank_, device_;
+  std::vector<std::shared_ptr<Memory>> held_;  // the first is this rank's own
+  std::vector<unsigned char*> arena_;
+  std::vector<void*> opened_;
+};
+
+}  // namespace collectives::device

@@ -1,0 +1,80 @@
+// The GPU engine as the rest of the core sees it: no CUDA here. Built without CUDA, or run without
+// a GPU, every way in throws Error(unsupported) in words.
+//
+// Setting one up is collective and goes in steps, between which the ranks exchange what they
+// return (the Python package does that, over its bootstrap):
+//   1. the constructor           allocates this rank's arena
+//   2. handle(), then open()     maps the arenas of all ranks
+//   3. probe_write(), then probe_check()   the self-test of peer access, with a barrier between
+//   4. meet()                    do the kernels of all ranks really run at the same time?
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "errors.hpp"
+#include "layout.hpp"
+#include "plan.hpp"
+
+namespace collectives {
+
+// 0 without CUDA, a driver or a GPU; `why` then says which.
+int device_count(std::string* why);
+
+struct DeviceConfig {
+  int rank = 0;
+  int nranks = 1;
+  std::vector<int> node;
+  int device = 0;      // ordinal in this process
+  int sharing = 1;     // ranks of this process on this GPU, this one counted
+  int max_blocks = 0;  // thread blocks of a kernel at most; 0: as many as help
+  double timeout_s = 300;
+};
+
+struct DeviceOptions {
+  std::string algorithm;
+  Order order = Order::any;
+  double factor[2] = {1, 0};  // premul_sum
+};
+
+class DeviceCommunicator {
+ public:
+  explicit DeviceCommunicator(const DeviceConfig& config);
+  ~DeviceCommunicator();
+  DeviceCommunicator(const DeviceCommunicator&) = delete;
+  DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
+
+  // Thread blocks that this rank's kernels may have; all ranks take the smallest, in open().
+  int blocks() const;
+  std::string handle() const;
+  void open(const std::vector<std::string>& handles, int blocks);
+  void probe_write();
+  // Empty, or which pair cannot reach each other's memory.
+  std::string probe_check();
+  // As many blocks as kernels will ever have, of all ranks, wait for each other. Throws
+  // Error(unsupported) if they are not all resident.
+  void meet();
+
+  // The schedule of an algorithm that the registry does not know.
+  void define(const std::string& algorithm, const Schedule& schedule);
+  // Largest all_reduce, in bytes, that the packet kernel takes.
+  std::uint64_t one_shot_max() const;
+
+  // Puts the call on `stream` (a cudaStream_t) and returns. Throws what an earlier call found.
+  void run(const Call& call, const DeviceOptions& options, std::uintptr_t stream);
+  // Throws if a kernel gave up.
+  void check();
+  // True when all calls so far have ended; throws as check() does.
+  bool idle();
+  // Kernels that run or wait leave within milliseconds. Any thread.
+  void abort(const std::string& reason);
+  void close();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace collectives

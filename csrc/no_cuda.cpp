@@ -1,0 +1,38 @@
+// The GPU engine of a build without CUDA: says so.
+#include "device.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr const char* kWhy =
+    "this build of collectives has no GPU support (no CUDA compiler was found when it was built); "
+    "pass arrays on the host, or rebuild with COLLECTIVES_CUDA=ON";
+
+[[noreturn]] void refuse() { throw Error(ErrorKind::unsupported, kWhy); }
+
+}  // namespace
+
+struct DeviceCommunicator::Impl {};
+
+int device_count(std::string* why) {
+  if (why != nullptr) *why = kWhy;
+  return 0;
+}
+
+DeviceCommunicator::DeviceCommunicator(const DeviceConfig&) { refuse(); }
+DeviceCommunicator::~DeviceCommunicator() = default;
+int DeviceCommunicator::blocks() const { refuse(); }
+std::string DeviceCommunicator::handle() const { refuse(); }
+void DeviceCommunicator::open(const std::vector<std::string>&, int) { refuse(); }
+void DeviceCommunicator::probe_write() { refuse(); }
+std::string DeviceCommunicator::probe_check() { refuse(); }
+void DeviceCommunicator::meet() { refuse(); }
+void DeviceCommunicator::define(const std::string&, const Schedule&) { refuse(); }
+std::uint64_t DeviceCommunicator::one_shot_max() const { refuse(); }
+void DeviceCommunicator::run(const Call&, const DeviceOptions&, std::uintptr_t) { refuse(); }
+void DeviceCommunicator::check() { refuse(); }
+bool DeviceCommunicator::idle() { refuse(); }
+void DeviceCommunicator::abort(const std::string&) { refuse(); }
+void DeviceCommunicator::close() { refuse(); }
+
+}  // namespace collectives

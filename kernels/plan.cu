@@ -1,0 +1,451 @@
+// The interpreter: one kernel that runs the lowered program of any schedule (csrc/plan.hpp).
+//
+// A block is a strand: a channel and a lane. It walks the channel's steps for the segments of its
+// lane, and meets peers in FIFOs, which lie in the receiver's memory:
+//
+//   sender                                   receiver
+//   wait until the slot is released          wait until the slot is filled
+//   write the pieces into it, over NVLink    read them from own memory, combine, store
+//   filled = number of the message           released = messages taken out, at the sender
+//
+// Before the first step all ranks agree that they are in the same call: each announces its epoch
+// and signature to all peers. So a mismatch is found before anything is written, and a call returns
+// only after all ranks have entered it, which is all that a barrier is.
+//
+// Cost: about 3 µs to start and agree, and 1 to 2 µs for each message on the longest chain; large
+// messages go at the speed of the link, with enough strands. Limits: kMaxRanks ranks; all blocks of
+// all ranks must be resident at once (the host sees to that).
+#include "cuda_call.hpp"
+#include "packs.cuh"
+#include "signal.cuh"
+
+namespace collectives::device {
+namespace {
+
+// ---- spans of chunks: the same rules as csrc/layout.hpp -----------------------------------------
+
+struct Span {
+  u64 offset, length;
+};
+
+__device__ u64 length_of(const FlatBlocks& b, int q) {
+  return b.table ? b.length[q] : b.each + (static_cast<u64>(q) < b.extra);
+}
+__device__ u64 offset_of(const FlatBlocks& b, int q) {
+  return b.table ? b.offset[q] : q * b.each + min(static_cast<u64>(q), b.extra);
+}
+
+__device__ Span flat_span(const FlatLayout& l, int chunk, u64 s) {
+  const u64 stride = l.segment * l.nchunks, base = s * stride;
+  const u64 total = min(stride, l.count > base ? l.count - base : 0);
+  u64 each = total == stride ? l.segment : (total + l.nchunks - 1) / l.nchunks;
+  if (each >= 4 * l.align)
+    each = min((each + l.align - 1) / l.align * l.align, max(l.segment, each));
+  const u64 begin = min(total, each * chunk);
+  return {base + begin, min(total, begin + each) - begin};
+}
+
+__device__ Span within(const FlatLayout& l, u64 offset, u64 length, int sub, u64 s) {
+  const u64 each = l.per_block == 1 ? length : (length + l.per_block - 1) / l.per_block;
+  const u64 begin = min(length, each * sub), end = min(length, begin + each);
+  const u64 from = min(end, begin + s * l.segment);
+  return {offset + from, min(end - from, l.segment)};
+}
+
+__device__ Span input_span(const FlatLayout& l, int chunk, u64 s) {
+  if (l.flat) return flat_span(l, chunk, s);
+  switch (l.collective) {
+    case Collective::all_gather:
+    case Collective::gather:
+      return within(l, 0, length_of(l.out, chunk / l.per_block), chunk % l.per_block, s);
+    case Collective::all_to_all:
+      return within(l, offset_of(l.in, chunk % l.nranks), length_of(l.in, chunk % l.nranks), 0, s);
+    default:
+      return within(l, offset_of(l.in, chunk / l.per_block), length_of(l.in, chunk / l.per_block),
+                    chunk % l.per_block, s);
+  }
+}
+
+__device__ Span output_span(const FlatLayout& l, int chunk, u64 s) {
+  if (l.flat) return flat_span(l, chunk, s);
+  switch (l.collective) {
+    case Collective::reduce_scatter:
+    case Collective::scatter:
+      return within(l, 0, length_of(l.in, chunk / l.per_block), chunk % l.per_block, s);
+    case Collective::all_to_all:
+      return within(l, offset_of(l.out, chunk / l.nranks), length_of(l.out, chunk / l.nranks), 0,
+                    s);
+    default:
+      return within(l, offset_of(l.out, chunk / l.per_block), length_of(l.out, chunk / l.per_block),
+                    chunk % l.per_block, s);
+  }
+}
+
+__device__ u64 chunk_length(const FlatLayout& l, int chunk, u64 s) {
+  if (l.flat) return flat_span(l, chunk, s).length;
+  if (l.collective == Collective::all_to_all)
+    return chunk / l.nranks == l.rank ? input_span(l, chunk, s).length
+                                      : output_span(l, chunk, s).length;
+  const bool by_output =
+      l.collective == Collective::all_gather || l.collective == Collective::gather;
+  return by_output ? output_span(l, chunk, s).length : input_span(l, chunk, s).length;
+}
+
+// ---- work on memory -----------------------------------------------------------------------------
+
+// One piece's job, made by one thread for its block: dst[..] = src[0] op src[1] op ...
+struct Job {
+  const unsigned char* src[kMaxRanks];
+  unsigned char* dst[2];
+  int nsrc, ndst;
+  u64 bytes;
+  u32 scaled;  // bit i: src[i] is a contribution that premul_sum multiplies
+  int divisor;
+  bool leave;  // the strand gives up
+};
+
+template <class A>
+__device__ void finish_value(A& value, const Job& job) {
+  if (job.divisor != 1) value.divide(job.divisor);
+}
+
+// Units are computed in the order of memory; a pack is two units of 8 bytes or one of 16.
+template <class A, int kPacks>
+__device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
+  using Unit = typename A::Unit;
+  constexpr int kUnits = 16 / sizeof(Unit);
+  struct Pack {
+    Unit unit[kUnits];
+  };
+  A value[kPacks][kUnits];
+  for (int s = 0; s < job.nsrc; ++s) {
+    ulonglong2 raw[kPacks];
+    const ulonglong2* from = reinterpret_cast<const ulonglong2*>(job.src[s]);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) raw[k] = __ldcg(from + at + k * kThreads);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const Pack pack = *reinterpret_cast<const Pack*>(&raw[k]);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        A operand;
+        operand.load(pack.unit[u]);
+        if (s == 0) {
+          value[k][u] = operand;
+        } else {
+          value[k][u].combine(operand);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    Pack pack;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      finish_value(value[k][u], job);
+      pack.unit[u] = value[k][u].store();
+    }
+    for (int d = 0; d < job.ndst; ++d)
+      reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kThreads] =
+          *reinterpret_cast<const ulonglong2*>(&pack);
+  }
+}
+
+template <class A>
+__device__ __noinline__ void reduce_job(const Job& job, const Arithmetic& arithmetic) {
+  using F = typename A::FormatType;
+  // More packs in flight for the sums that are hot. (Each instance costs seconds to compile.)
+  constexpr int kPacks = A::kSum && !F::kComplex && F::kParts <= 4 ? (F::kParts == 4 ? 2 : 4) : 1;
+  bool aligned = job.scaled == 0;  // premul_sum goes by elements, which keeps the code small
+  for (int s = 0; s < job.nsrc; ++s) aligned = aligned && aligned_to(job.src[s], 16);
+  for (int d = 0; d < job.ndst; ++d) aligned = aligned && aligned_to(job.dst[d], 16);
+  const u64 packs = aligned ? job.bytes / 16 : 0;
+  u64 at = threadIdx.x;
+  for (; at + (kPacks - 1) * kThreads < packs; at += kPacks * kThreads)
+    reduce_packs<A, kPacks>(job, at);
+  if constexpr (kPacks > 1)
+    for (; at < packs; at += kThreads) reduce_packs<A, 1>(job, at);
+  // The rest, or all if something is not aligned.
+  for (u64 i = packs * 16 + threadIdx.x * F::kElement; i < job.bytes; i += kThreads * F::kElement) {
+    A value;
+    for (int s = 0; s < job.nsrc; ++s) {
+      A operand;
+      operand.load(load_element<F>(job.src[s] + i));
+      if (A::kSum && (job.scaled >> s & 1) != 0)
+        operand.scale(arithmetic.factor[0], arithmetic.factor[1]);
+      if (s == 0) {
+        value = operand;
+      } else {
+        value.combine(operand);
+      }
+    }
+    finish_value(value, job);
+    for (int d = 0; d < job.ndst; ++d) store_element<F>(job.dst[d] + i, value.store());
+  }
+}
+
+template <class T>
+__device__ void copy_as(const Job& job, u64 begin, u64 end) {
+  constexpr int kAhead = 4;
+  const T* from = reinterpret_cast<const T*>(job.src[0]);
+  u64 at = begin / sizeof(T) + threadIdx.x;
+  const u64 last = end / sizeof(T);
+  for (; at + (kAhead - 1) * kThreads < last; at += kAhead * kThreads) {
+    T raw[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) raw[k] = __ldcg(from + at + k * kThreads);
+    for (int d = 0; d < job.ndst; ++d) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k)
+        reinterpret_cast<T*>(job.dst[d])[at + k * kThreads] = raw[k];
+    }
+  }
+  for (; at < last; at += kThreads) {
+    const T raw = __ldcg(from + at);
+    for (int d = 0; d < job.ndst; ++d) reinterpret_cast<T*>(job.dst[d])[at] = raw;
+  }
+}
+
+__device__ __noinline__ void copy_job(const Job& job) {
+  u64 mixed = reinterpret_cast<u64>(job.src[0]);
+  for (int d = 0; d < job.ndst; ++d) mixed |= reinterpret_cast<u64>(job.dst[d]);
+  u64 done = 0;
+  if ((mixed & 15) == 0) {
+    done = job.bytes / 16 * 16;
+    copy_as<ulonglong2>(job, 0, done);
+  } else if ((mixed & 3) == 0) {
+    done = job.bytes / 4 * 4;
+    copy_as<u32>(job, 0, done);
+  }
+  copy_as<unsigned char>(job, done, job.bytes);
+}
+
+// What combines for a reducer. Called through a pointer: with a call site for each of the 59
+// functions, each site would get stack slots of its own for what the caller keeps, 4 KB a thread.
+using ReduceJob = void (*)(const Job&, const Arithmetic&);
+__device__ ReduceJob reduce_job_of(const Reducer& reducer) {
+  ReduceJob function = nullptr;
+  dispatch(reducer,
+           [&](auto accumulator) { function = &reduce_job<decltype(accumulator)>; });
+  return function;
+}
+
+// ---- a strand -----------------------------------------------------------------------------------
+
+struct Shared {
+  Job job[2];
+  u32 sent[kMaxRanks], received[kMaxRanks];
+  bool leave;
+};
+
+class Strand {
+ public:
+  __device__ Strand(const PlanCall& call, u64 epoch, Shared& shared)
+      : call_(call),
+        world_(call.world),
+        shared_(shared),
+        epoch_(epoch),
+        strand_(blockIdx.x),
+        channel_(blockIdx.x % call.channels),
+        lane_(blockIdx.x / call.channels),
+        reduce_(reduce_job_of(call.arithmetic.reducer)) {}
+
+  __device__ void run() {
+    const int q = threadIdx.x;
+    if (q < world_.nranks) {
+      const FifoControl& control = fifo_of(world_, world_.rank, q, strand_);
+      shared_.sent[q] = control.sent;
+      shared_.received[q] = control.received;
+    }
+    __syncthreads();
+    const int begin = call_.channel_begin[channel_], end = call_.channel_begin[channel_ + 1];
+    bool whole = true;
+    for (u64 s = lane_; whole && s < call_.layout.segments; s += call_.lanes)
+      for (int i = begin; whole && i < end; ++i) whole = run_step(i, s);
+    __syncthreads();
+    if (q < world_.nranks) {
+      FifoControl& control = fifo_of(world_, world_.rank, q, strand_);
+      control.sent = shared_.sent[q];
+      control.received = shared_.received[q];
+    }
+  }
+
+ private:
+  __device__ bool run_step(int number, u64 s) {
+    const Step& step = call_.steps[number];
+    const bool receives = step.recv_peer >= 0, sends = step.send_peer >= 0;
+    const bool combines = step.kind == StepKind::combine;
+    const int jobs = combines ? 1 : step.npieces;
+    u64 at = 0;
+    for (int k = 0; k < jobs; ++k) {
+      Job& job = shared_.job[turn_ & 1];
+      ++turn_;
+      if (threadIdx.x == 0) {
+        job.leave = k == 0 && !wait(step, number, s);
+        if (!job.leave) prepare(job, step, step.first_piece + k, s, at);
+      }
+      __syncthreads();
+      if (job.leave) return false;
+      if (job.bytes != 0 && job.ndst != 0) {
+        if (job.nsrc == 1 && job.scaled == 0 && job.divisor == 1) {
+          copy_job(job);
+        } else {
+          reduce_(job, call_.arithmetic);
+        }
+      }
+      at += (job.bytes + 15) / 16 * 16;
+    }
+    if (!receives && !sends) return true;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (sends) {
+        const u32 message = ++shared_.sent[step.send_peer];
+        store_release(&fifo_of(world_, step.send_peer, world_.rank, strand_)
+                           .filled[(message - 1) % kDepth],
+                      message);
+      }
+      if (receives) {
+        const u32 taken = ++shared_.received[step.recv_peer];
+        store_release(&fifo_of(world_, step.recv_peer, world_.rank, strand_).released, taken);
+      }
+    }
+    return true;
+  }
+
+  // For the step's message and for room for the one that it sends. One thread.
+  __device__ bool wait(const Step& step, int number, u64 s) {
+    Waiting what{Phase::message, step.recv_peer, strand_, number, step.round, epoch_, s};
+    if (step.recv_peer >= 0) {
+      const u32 message = shared_.received[step.recv_peer];
+      const u32* filled =
+          &fifo_of(world_, world_.rank, step.recv_peer, strand_).filled[message % kDepth];
+      if (!wait_until(world_, what, [&](u64& seen) {
+            seen = load_acquire(filled);
+            return u32(seen) == message + 1;
+          }))
+        return false;
+    }
+    if (step.send_peer >= 0) {
+      const u32 message = shared_.sent[step.send_peer];
+      const u32* released = &fifo_of(world_, world_.rank, step.send_peer, strand_).released;
+      what.phase = Phase::slot;
+      what.peer = step.send_peer;
+      if (!wait_until(world_, what, [&](u64& seen) {
+            seen = load_acquire(released);
+            return message - u32(seen) < u32(kDepth);  // counters may wrap
+          }))
+        return false;
+    }
+    return true;
+  }
+
+  __device__ unsigned char* address(const Piece& piece, const Place& place, u64 s) const {
+    switch (place.space) {
+      case Space::input:
+        return const_cast<unsigned char*>(call_.input) +
+               input_span(call_.layout, piece.chunk, s).offset * call_.arithmetic.element;
+      case Space::output:
+        return call_.output +
+               output_span(call_.layout, piece.chunk, s).offset * call_.arithmetic.element;
+      case Space::scratch:
+        return call_.scratch + (u64(strand_) * call_.cells + place.index) * call_.cell_bytes;
+      case Space::none:
+        break;
+    }
+    return nullptr;
+  }
+
+  __device__ void add_source(Job& job, const Piece& piece, u64 s) const {
+    if (call_.arithmetic.scaled && piece.src.space == Space::input) job.scaled |= 1u << job.nsrc;
+    job.src[job.nsrc++] = address(piece, piece.src, s);
+  }
+
+  // The job of a piece; of a combine step: of all its pieces. One thread.
+  __device__ void prepare(Job& job, const Step& step, int number, u64 s, u64 at) const {
+    const Piece& piece = call_.pieces[number];
+    job.nsrc = job.ndst = 0;
+    job.scaled = 0;
+    job.divisor = piece.complete ? call_.arithmetic.divisor : 1;
+    job.bytes = chunk_length(call_.layout, piece.chunk, s) * call_.arithmetic.element;
+    unsigned char* const kept = address(piece, piece.dst, s);
+    switch (step.kind) {
+      case StepKind::send:
+        add_source(job, piece, s);
+        job.divisor = 1;
+        break;
+      case StepKind::recv:
+      case StepKind::recv_send: {
+        const unsigned char* message = slot_of(world_, world_.rank, step.recv_peer, strand_,
+                                               shared_.received[step.recv_peer]) +
+                                       at;
+        if (!piece.reduce) job.divisor = 1;
+        if (piece.reduce && !piece.incoming_first) add_source(job, piece, s);
+        job.src[job.nsrc++] = message;
+        if (piece.reduce && piece.incoming_first) add_source(job, piece, s);
+        break;
+      }
+      case StepKind::copy:
+        add_source(job, piece, s);
+        job.divisor = 1;
+        if (job.scaled == 0 && kept == job.src[0]) job.bytes = 0;
+        break;
+      case StepKind::combine:
+        for (int i = 0; i < step.npieces; ++i) add_source(job, call_.pieces[number + i], s);
+        break;
+    }
+    if (kept != nullptr) job.dst[job.ndst++] = kept;
+    if (step.send_peer >= 0)
+      job.dst[job.ndst++] = slot_of(world_, step.send_peer, world_.rank, strand_,
+                                    shared_.sent[step.send_peer]) +
+                            at;
+  }
+
+  const PlanCall& call_;
+  const DeviceWorld& world_;
+  Shared& shared_;
+  u64 epoch_;
+  int strand_, channel_, lane_;
+  ReduceJob reduce_;
+  u32 turn_ = 0;
+};
+
+// All blocks wait until all ranks are in this call; false if a rank is in another one.
+__device__ bool agree(const DeviceWorld& world, const CallHead& head, u64 epoch) {
+  bool failed = has_left(world, epoch);
+  const int q = threadIdx.x;
+  if (q < world.nranks && q != world.rank && !failed) {
+    if (blockIdx.x == 0) announce(world, head, epoch, q);
+    const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][q].word;
+    const Waiting what{Phase::arrival, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
+    failed = !wait_until(world, what,
+                         [&](u64& seen) {
+                           const u64 now = load_acquire(word);
+                           seen = now >> 32;
+                           return u32(seen) == u32(epoch);
+                         }) ||
+             disagrees(world, head, epoch, q);
+  }
+  return __syncthreads_or(failed) == 0;
+}
+
+__global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant__ PlanCall call) {
+  __shared__ Shared shared;
+  const u64 epoch = next_epoch(call.world);
+  if (agree(call.world, call.head, epoch) && call.channels > 0)
+    Strand(call, epoch, shared).run();
+  finish_call(call.world, epoch);
+}
+
+}  // namespace
+
+int launch_plan(const PlanCall& call, int blocks, void* stream) {
+  plan_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
+  return cudaGetLastError();
+}
+
+int plan_residency(int* blocks) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, plan_kernel, kThreads, 0);
+}
+
+}  // namespace collectives::device

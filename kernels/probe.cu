@@ -1,0 +1,35 @@
+// The self-test of peer access: really writes and reads, because the driver's answer can be wrong.
+#include "cuda_call.hpp"
+#include "signal.cuh"
+
+namespace collectives::device {
+namespace {
+
+__global__ void probe_kernel(const __grid_constant__ DeviceWorld world, const u64* tokens, u32* wrong) {
+  const int q = threadIdx.x;
+  if (q >= world.nranks) return;
+  State& there = state_of(world, q);
+  wrong[q] = load_acquire(&there.token) != tokens[q];
+  store_release(&there.probe[world.rank], tokens[q] ^ static_cast<u64>(world.rank));
+}
+
+}  // namespace
+
+int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream) {
+  probe_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(world, tokens, wrong);
+  return cudaGetLastError();
+}
+
+// Lazily, a kernel would be loaded at its first launch, which can wait for the whole GPU: for the
+// kernel of another rank, that is, which waits for this one.
+int load_kernels(int* resident) {
+  cudaFuncAttributes attributes;
+  int plan = 0, one_shot = 0;
+  int error = cudaFuncGetAttributes(&attributes, probe_kernel);
+  if (error == cudaSuccess) error = plan_residency(&plan);
+  if (error == cudaSuccess) error = one_shot_residency(&one_shot);
+  *resident = plan < one_shot ? plan : one_shot;
+  return error;
+}
+
+}  // namespace collectives::device

@@ -1,0 +1,221 @@
+// Signals between GPUs: every memory-order argument of the kernels lives here.
+//
+// All flags are words in device memory that one rank writes and another polls. Both orders are of
+// system scope, since a peer is another GPU. The pattern is always the same:
+//   writer   all threads of a block write data; __syncthreads() puts these writes before what one
+//            thread does next; that thread stores the flag with release: whoever reads the flag
+//            sees the data of the whole block
+//   reader   one thread polls the flag with acquire; __syncthreads() puts the data reads of the
+//            whole block after it
+// Data that a peer writes are read past L1 (ld.global.cg), which is not coherent.
+//
+// A wait is bounded: past its hot phase it looks at the clock, at the host's abort word and at the
+// word in which peers say that they gave up. A thread that gives up writes a record for the host
+// and tells all peers.
+#pragma once
+
+#include "cuda_call.hpp"
+
+namespace collectives::device {
+
+__device__ inline void store_release(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ inline void store_release(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ inline u32 load_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline u64 load_acquire(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+// Words that carry no data with them.
+__device__ inline u32 load_relaxed(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline void store_relaxed(u64* p, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// A packet: 8 bytes of data and two flags, one beside each half, in one 16-byte access. Only 8
+// bytes are promised to arrive together, so each half has its flag, and no order is needed.
+struct Packet {
+  u32 low, low_flag, high, high_flag;
+};
+__device__ inline void store_packet(Packet* p, u64 data, u32 flag, u32 second) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(u32(data)),
+               "r"(flag), "r"(u32(data >> 32)), "r"(second)
+               : "memory");
+}
+__device__ inline Packet load_packet(const Packet* p) {
+  Packet v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.low), "=r"(v.low_flag), "=r"(v.high), "=r"(v.high_flag)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ inline u64 clock_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// ---- where things lie ---------------------------------------------------------------------------
+
+__device__ inline State& state_of(const DeviceWorld& w, int rank) {
+  return *reinterpret_cast<State*>(w.arena[rank]);
+}
+// In the arena of `owner`: its ends of the FIFOs between it and `peer`.
+__device__ inline FifoControl& fifo_of(const DeviceWorld& w, int owner, int peer, int strand) {
+  return reinterpret_cast<FifoControl*>(w.arena[owner] +
+                                        w.geometry.controls)[peer * w.geometry.strands + strand];
+}
+__device__ inline unsigned char* slot_of(const DeviceWorld& w, int owner, int peer, int strand,
+                                         u32 message) {
+  const u64 index = (u64(peer) * w.geometry.strands + strand) * kDepth + message % kDepth;
+  return w.arena[owner] + w.geometry.slots + index * w.geometry.slot_bytes;
+}
+__device__ inline Packet* packets_of(const DeviceWorld& w, int owner, int peer, int parity) {
+  return reinterpret_cast<Packet*>(w.arena[owner] + w.geometry.packets) +
+         (u64(parity) * w.nranks + peer) * w.geometry.packet_units;
+}
+
+// ---- giving up ----------------------------------------------------------------------------------
+
+struct Waiting {
+  Phase phase;
+  int peer;
+  int strand, step, round;
+  u64 epoch, expected;
+};
+
+// Any thread, any number of times: the first writes the record and tells the peers.
+__device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& what, u64 seen,
+                               u64 waited_ns, const Arrival* theirs = nullptr) {
+  State& own = state_of(w, w.rank);
+  if (atomicCAS(&own.left, 0u, static_cast<u32>(why)) != 0) return;
+  volatile Record& r = w.control->record;
+  r.leave = static_cast<u32>(why);
+  r.phase = static_cast<u32>(what.phase);
+  r.peer = what.peer;
+  r.strand = what.strand;
+  r.step = what.step;
+  r.round = what.round;
+  r.epoch = what.epoch;
+  r.expected = what.expected;
+  r.seen = seen;
+  r.waited_ns = waited_ns;
+  r.theirs[0] = theirs != nullptr ? theirs->signature[0] : 0;
+  r.theirs[1] = theirs != nullptr ? theirs->signature[1] : 0;
+  __threadfence_system();  // the record before its state, for the host
+  r.state = 1;
+  const u32 word = (static_cast<u32>(why) << 16) | static_cast<u32>(w.rank + 1);
+  for (int q = 0; q < w.nranks; ++q)
+    if (q != w.rank) store_release(&state_of(w, q).poison, word);
+}
+
+// Has this rank, or a peer, given up in an earlier call? Looked at once when a kernel starts.
+__device__ inline bool has_left(const DeviceWorld& w, u64 epoch) {
+  const State& own = state_of(w, w.rank);
+  if (load_relaxed(&own.left) != 0) return true;
+  const u32 poison = load_relaxed(&own.poison);
+  if (poison == 0) return false;
+  const Waiting what{Phase::none, static_cast<int>(poison & 0xffff) - 1, -1, -1, -1, epoch, epoch};
+  give_up(w, Leave::peer_left, what, poison >> 16, 0);
+  return true;
+}
+
+// The slow look around of a wait; true if it must end.
+__device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64 since, u64 seen) {
+  const State& own = state_of(w, w.rank);
+  const u64 waited = clock_ns() - since;
+  if (load_relaxed(&own.left) != 0) return true;
+  if (const u32 poison = load_relaxed(&own.poison)) {
+    Waiting from = what;
+    from.peer = static_cast<int>(poison & 0xffff) - 1;
+    give_up(w, Leave::peer_left, from, poison >> 16, waited);
+    return true;
+  }
+  if (*static_cast<volatile u32*>(&w.control->abort) != 0) {
+    give_up(w, Leave::aborted, what, seen, waited);
+    return true;
+  }
+  if (waited > w.timeout_ns) {
+    give_up(w, Leave::deadline, what, seen, waited);
+    return true;
+  }
+  return false;
+}
+
+// Polls before a wait looks around: about 20 µs on own memory.
+inline constexpr int kPolls = 64;
+
+// Polls `ready(seen)` until it is true; false if the rank gave up. `slow()` runs with each look
+// around and may end the wait too, by returning true after give_up().
+template <class Ready, class Slow>
+__device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready, Slow slow) {
+  u64 seen = 0;
+  if (ready(seen)) return true;
+  const u64 since = clock_ns();
+  for (;;) {
+    for (int i = 0; i < kPolls; ++i)
+      if (ready(seen)) return true;
+    if (slow() || must_leave(w, what, since, seen)) return false;
+  }
+}
+template <class Ready>
+__device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready) {
+  return wait_until(w, what, ready, [] { return false; });
+}
+
+// ---- entering and leaving a call ----------------------------------------------------------------
+
+__device__ inline u64 arrival_word(u64 epoch, u32 hash) { return (epoch << 32) | hash; }
+
+// Tells `peer` that this rank is in call `epoch`. What the arrival says is there with its word.
+__device__ inline void announce(const DeviceWorld& w, const CallHead& head, u64 epoch, int peer) {
+  Arrival& there = state_of(w, peer).arrivals[epoch & 1][w.rank];
+  store_relaxed(&there.signature[0], head.count);
+  store_relaxed(&there.signature[1], head.signature_word);
+  store_release(&there.word, arrival_word(epoch, head.hash));
+}
+
+// True (after give_up) if `peer` has arrived at this call's number with another signature.
+__device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64 epoch, int peer) {
+  const Arrival& here = state_of(w, w.rank).arrivals[epoch & 1][peer];
+  const u64 word = load_acquire(&here.word);
+  if (u32(word >> 32) != u32(epoch) || u32(word) == head.hash) return false;
+  const Waiting what{Phase::arrival, peer, -1, -1, -1, epoch, head.hash};
+  give_up(w, Leave::mismatch, what, u32(word), 0, &here);
+  return true;
+}
+
+// The number of this call. Every block reads it before the last block of the call advances it: a
+// block counts as finished only after finish().
+__device__ inline u64 next_epoch(const DeviceWorld& w) {
+  return *static_cast<volatile u64*>(&state_of(w, w.rank).epoch) + 1;
+}
+
+// All threads of all blocks call this last. The last block advances the epoch: calls of one rank
+// follow each other on a stream, so the next kernel sees it.
+__device__ inline void finish_call(const DeviceWorld& w, u64 epoch) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  State& own = state_of(w, w.rank);
+  __threadfence();
+  if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
+  own.ticket = 0;
+  __threadfence();
+  *static_cast<volatile u64*>(&own.epoch) = epoch;
+}
+
+}  // namespace collectives::device

@@ -1,0 +1,131 @@
+"""Runs the cases of tests/cases.py on device arrays: a communicator that takes host arrays, copies
+them to the GPU with all that lies around them, calls, and copies everything back.
+
+Guard bytes and addresses modulo 16 survive the way, so what a case checks on the host it checks
+here. Between the steps all ranks meet on the host: nothing is allocated, copied or loaded while a
+kernel of another rank waits, which on a shared GPU could wait for that kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+import collectives as cc
+
+Array = np.ndarray[Any, Any]
+_ROOM = 24 << 20
+_H2D, _D2H = 1, 2
+
+
+class DeviceArray:
+    """The least that is an array: the CUDA array interface, version 3."""
+
+    def __init__(self, pointer: int, like: Array, stream: int, device: int) -> None:
+        self.dtype = like.dtype
+        self.device = cupy.cuda.Device(device)
+        typestr = like.dtype.str if like.dtype.kind != "V" else f"|V{like.dtype.itemsize}"
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": like.shape,
+            "typestr": typestr,
+            "data": (pointer, False),
+            "strides": None,
+            "stream": stream,
+        }
+
+
+def root_of(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+class OnDevice:
+    """`comm`, but arrays go by way of the GPU `device`."""
+
+    def __init__(self, comm: cc.Communicator, device: int = 0) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.device = device
+        cupy.cuda.Device(device).use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.memory = cupy.cuda.alloc(2 * _ROOM)
+        self.graph = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*arguments: Any, **more: Any) -> Any:
+            return self._call(name, list(arguments), more)
+
+        return method
+
+    def barrier(self, **more: Any) -> None:
+        more.pop("algorithm", None)
+        self.comm.barrier()
+        self.comm.barrier(stream=self.stream.ptr, **more)
+        self.finish()
+
+    def copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        if nbytes:
+            cupy.cuda.runtime.memcpyAsync(to, source, nbytes, kind, self.stream.ptr)
+        self.stream.synchronize()
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+        self.comm.synchronize()
+        self.comm.barrier()
+
+    def _call(self, name: str, arguments: list[Any], more: dict[str, Any]) -> Any:
+        host = [a for a in (arguments[0], more.get("out")) if isinstance(a, np.ndarray)]
+        roots: dict[int, tuple[Array, int]] = {}
+        devices: dict[int, DeviceArray] = {}
+        for array in host:
+            root = root_of(array)
+            if id(root) not in roots:
+                base = self.memory.ptr + len(roots) * _ROOM + root.ctypes.data % 256
+                assert root.nbytes + 256 <= _ROOM
+                roots[id(root)] = (root, base)
+                self.copy(base, root.ctypes.data, root.nbytes, _H2D)
+            root, base = roots[id(root)]
+            pointer = base + array.ctypes.data - root.ctypes.data
+            devices[id(array)] = DeviceArray(pointer, array, self.stream.ptr, self.device)
+        arguments[0] = devices.get(id(arguments[0]))
+        back = {id(d): a for a in host for d in [devices[id(a)]]}
+        if more.get("out") is not None:
+            more["out"] = devices[id(more["out"])]
+        self.comm.barrier()
+        method = getattr(self.comm, name)
+        if self.graph:
+            got = self._in_graph(lambda: method(*arguments, **more))
+        else:
+            got = method(*arguments, **more)
+        self.finish()
+        for root, base in roots.values():
+            self.copy(root.ctypes.data, base, root.nbytes, _D2H)
+        return None if got is None else back[id(got)]
+
+    def _in_graph(self, call: Callable[[], Any]) -> Any:
+        self.stream.begin_capture()
+        try:
+            got = call()
+        finally:
+            graph = self.stream.end_capture()
+        self.comm.barrier()
+        graph.launch(self.stream)
+        return got
+
+
+def run_on(n: int, devices: list[int], body: Callable[[OnDevice], Any], **more: Any) -> list[Any]:
+    """body(OnDevice) on n ranks that are threads."""
+    lock = threading.Lock()
+
+    def wrapped(comm: cc.Communicator) -> Any:
+        with lock:  # making streams and memory is not for several threads at once
+            proxy = OnDevice(comm, devices[comm.rank % len(devices)])
+        comm.barrier()
+        return body(proxy)
+
+    return cc.run_threads(n, wrapped, devices=devices, **more)
