@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +18,67 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+class _Pack:
+    """all_reduce calls of one dtype and op that run as one."""
+
+    def __init__(self, dtype: str, op: str) -> None:
+        self.dtype = dtype
+        self.op = op
+        self.calls: list[tuple[View, View, Callable[[], Any], GroupWork]] = []
+        self.written: set[int] = set()  # addresses of the results
+
+    def depends(self, source: View) -> bool:
+        """True if a call on `source` needs the result of one that is in here."""
+        return source.nbytes != 0 and source.pointer in self.written
+
+    def add(self, source: View, target: View, result: Callable[[], Any]) -> GroupWork:
+        work = GroupWork()
+        self.calls.append((source, target, result, work))
+        self.written.add(target.pointer)
+        return work
+
+    def run(self, comm: Calls) -> None:
+        total = sum(s.nbytes for s, _, _, _ in self.calls)
+        packed = np.empty(total, np.uint8)
+        at = 0
+        for source, _, _, _ in self.calls:
+            if source.nbytes:
+                packed[at : at + source.nbytes] = _bytes(source)
+            at += source.nbytes
+        v = view(packed, writable=True)
+        comm._run(
+            "all_reduce",
+            v,
+            v,
+            count=total // _core.itemsizes[self.dtype],
+            dtype=self.dtype,
+            op=(OPS[self.op], 1.0, 0.0),
+            nbytes=total,
+            result=lambda: None,
+        )
+        at = 0
+        for _, target, result, work in self.calls:
+            if target.nbytes:
+                _bytes(target)[:] = packed[at : at + target.nbytes]
+            at += target.nbytes
+            work.complete(result())
+
+
+def _bytes(v: View) -> Any:
+    return from_pointer(v.pointer, (v.nbytes,), "uint8", owner=v.owner)
+
+
 class Group:
-    """The calls between the begin and the end of `with comm.group():`."""
+    """The calls between the begin and the end of `with comm.group():`.
+
+    They run in the order written; all_reduce calls that follow each other, and do not need each
+    other's results, are packed.
+    """
 
     def __init__(self, comm: Calls) -> None:
         self._comm = comm
         self._entries: list[tuple[Callable[[], Any], GroupWork]] = []
-        self._packs: dict[
-            tuple[str, str], list[tuple[View, View, Callable[[], Any], GroupWork]]
-        ] = {}
+        self._open: dict[tuple[str, str], _Pack] = {}  # packs that may still grow
         self._transfers: list[TransferWork] = []
 
     def __enter__(self) -> Group:
@@ -35,6 +88,8 @@ class Group:
         return self
 
     def add(self, run: Callable[[], Any]) -> GroupWork:
+        """Notes any call; later ones may need its result, so packs end here."""
+        self._open.clear()
         work = GroupWork()
         self._entries.append((run, work))
         return work
@@ -42,50 +97,19 @@ class Group:
     def add_all_reduce(
         self, source: View, target: View, op: str, result: Callable[[], Any]
     ) -> GroupWork:
-        work = GroupWork()
-        pack = self._packs.get((source.dtype, op))
+        """Notes an all_reduce that may be packed with others."""
+        if any(pack.depends(source) for pack in self._open.values()):
+            self._open.clear()
+        pack = self._open.get((source.dtype, op))
         if pack is None:
-            pack = self._packs[source.dtype, op] = []
-            self._entries.append((lambda: self._run_pack(source.dtype, op), GroupWork()))
-        pack.append((source, target, result, work))
-        return work
+            pack = self._open[source.dtype, op] = _Pack(source.dtype, op)
+            self._entries.append((partial(pack.run, self._comm), GroupWork()))
+        return pack.add(source, target, result)
 
     def add_transfers(self, work: TransferWork) -> TransferWork:
+        """Notes sends and receives that are under way."""
         self._transfers.append(work)
         return work
-
-    def _run_pack(self, dtype: str, op: str) -> None:
-        comm = self._comm
-        pack = self._packs[dtype, op]
-        total = sum(s.nbytes for s, _, _, _ in pack)
-        packed = np.empty(total, np.uint8)
-        at = 0
-        for source, _, _, _ in pack:
-            if source.nbytes:
-                packed[at : at + source.nbytes] = from_pointer(
-                    source.pointer, (source.nbytes,), "uint8", owner=source.owner
-                )
-            at += source.nbytes
-        v = view(packed, writable=True)
-        count = total // _core.itemsizes[dtype]
-        comm._run(
-            "all_reduce",
-            v,
-            v,
-            count=count,
-            dtype=dtype,
-            op=(OPS[op], 1.0, 0.0),
-            nbytes=total,
-            result=lambda: None,
-        )
-        at = 0
-        for _, target, result, work in pack:
-            if target.nbytes:
-                from_pointer(target.pointer, (target.nbytes,), "uint8", owner=target.owner)[:] = (
-                    packed[at : at + target.nbytes]
-                )
-            at += target.nbytes
-            work.complete(result())
 
     def __exit__(
         self,

@@ -441,10 +441,11 @@ PYBIND11_MODULE(_core, m) {
              config.sharing = sharing;
              config.max_blocks = max_blocks;
              config.timeout_s = timeout;
+             py::gil_scoped_release release;
              return std::make_unique<DeviceCommunicator>(config);
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
-           py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"), Unlocked())
+           py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"))
       .def_property_readonly("blocks", &DeviceCommunicator::blocks)
       .def("handle", &DeviceCommunicator::handle)
       .def("open", &DeviceCommunicator::open, Unlocked())

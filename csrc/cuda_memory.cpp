@@ -2,10 +2,10 @@
 
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <sstream>
 
 #include "device.hpp"
 #include "errors.hpp"
@@ -110,11 +110,11 @@ std::string Arenas::handle() const {
   std::memset(&ipc, 0, sizeof ipc);
   const bool exported = cudaIpcGetMemHandle(&ipc, own()) == cudaSuccess;
   if (!exported) cudaGetLastError();  // threads of one process do without
-  std::ostringstream s;
-  s << getpid() << ' ' << device_ << ' ' << reinterpret_cast<std::uintptr_t>(own()) << ' '
-    << exported << ' ' << std::hex;
-  for (const char c : ipc.reserved) s << (static_cast<unsigned>(c) & 0xff) << ' ';
-  return s.str();
+  std::string s = std::to_string(getpid()) + ' ' + std::to_string(device_) + ' ' +
+                  std::to_string(reinterpret_cast<std::uintptr_t>(own())) + ' ' +
+                  (exported ? '1' : '0');
+  for (const char c : ipc.reserved) s += ' ' + std::to_string(static_cast<unsigned char>(c));
+  return s;
 }
 
 void Arenas::map(const std::vector<std::string>& handles) {
@@ -123,12 +123,17 @@ void Arenas::map(const std::vector<std::string>& handles) {
       arena_[q] = own();
       continue;
     }
-    std::istringstream s(handles[q]);
-    long pid = 0;
-    int device = 0;
-    std::uintptr_t pointer = 0;
-    bool exported = false;
-    s >> pid >> device >> pointer >> exported >> std::hex;
+    const char* at = handles[q].c_str();
+    const auto next = [&at] {
+      char* end = nullptr;
+      const unsigned long long value = std::strtoull(at, &end, 10);
+      at = end;
+      return value;
+    };
+    const auto pid = static_cast<pid_t>(next());
+    const int device = static_cast<int>(next());
+    const auto pointer = static_cast<std::uintptr_t>(next());
+    const bool exported = next() != 0;
     const std::string pair = "rank " + std::to_string(rank_) + " (GPU " + std::to_string(device_) +
                              ") and rank " + std::to_string(q) + " (GPU " + std::to_string(device) +
                              ")";
@@ -147,14 +152,10 @@ void Arenas::map(const std::vector<std::string>& handles) {
       continue;
     }
     cudaIpcMemHandle_t ipc;
-    for (char& c : ipc.reserved) {
-      unsigned byte = 0;
-      s >> byte;
-      c = static_cast<char>(byte);
-    }
+    for (char& c : ipc.reserved) c = static_cast<char>(next());
     void* mapped = nullptr;
     const cudaError_t error =
-        exported && s ? cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess)
+        exported ? cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess)
                       : cudaErrorNotSupported;
     cudaGetLastError();
     if (error != cudaSuccess)

@@ -480,3 +480,33 @@ def test_a_small_message_needs_no_receiver():
             assert comm.recv(np.zeros(1000, np.float32), 0).sum() == 1000
 
     assert outcomes(2, body, timeout=20) == [None, None]
+
+
+def test_grouped_calls_that_need_each_other_run_in_order():
+    """Packing must not move an all_reduce before a call whose result it needs."""
+
+    def body(comm):
+        a, b = np.ones(3), np.full(3, float(comm.rank))
+        with comm.group():
+            comm.all_reduce(a)
+            comm.broadcast(b, root=1)
+            comm.all_reduce(b)
+            comm.all_reduce(a)
+        return a.tolist(), b.tolist()
+
+    n = 3
+    for a, b in cc.run_threads(n, body):
+        assert a == [n * n] * 3
+        assert b == [n * 1.0] * 3
+
+
+def test_symmetric_memory_is_given_back():
+    """An array that was dropped frees its segment when the next one is made."""
+
+    def body(comm):
+        for _ in range(8):
+            comm.empty((1 << 20,))[:] = 1
+        comm.barrier()
+        return len(comm._memory._dropped)
+
+    assert all(left <= 1 for left in cc.run_threads(2, body))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .. import _core
 from ..config import Rule
 from ..errors import TopologyError, did_you_mean
+from ..schedule import why_unsupported
 
 # The largest size, as an open end.
 ANY_SIZE = (1 << 64) - 1
@@ -140,7 +141,7 @@ class Tuner:
         for rule in self.rules:
             if rule.collective != collective:
                 continue
-            why = _core.why_unsupported(rule.algorithm, collective, self.nranks, 0, self.node)
+            why = why_unsupported(rule.algorithm, collective, self.nranks, node=self.node)
             if why:
                 raise TopologyError(
                     f"COLLECTIVES_ALGORITHM asks for {rule.algorithm} as {collective}, but {why}"

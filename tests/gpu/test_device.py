@@ -214,12 +214,12 @@ def test_a_missing_rank_is_a_deadline() -> None:
                 comm.all_reduce(x)
             else:
                 comm.comm.barrier = lambda **_: None  # type: ignore[method-assign]
-                time.sleep(3)
+                time.sleep(7)
         except cc.DeadlineError as error:
             return str(error)
         return ""
 
-    words = run_on(2, [0], body, timeout=2)
+    words = run_on(2, [0], body, timeout=5)
     assert "packets from rank 1" in words[0], words
 
 
@@ -246,14 +246,13 @@ def test_errors_in_words() -> None:
     assert run_on(2, [0], body, timeout=20) == [1, 1]
 
 
-@pytest.mark.parametrize("gpus", range(1, GPUS + 1))
+@pytest.mark.parametrize("gpus", range(1, min(GPUS, 2) + 1))
 def test_processes(gpus: int) -> None:
     """Two processes through CUDA IPC: on one GPU by turns, on two at once."""
     worker = Path(__file__).with_name("ipc_worker.py")
     path = os.pathsep.join([str(worker.parent), str(worker.parents[1])])
     done = subprocess.run(
-        [sys.executable, "-m", "collectives", "run", "-n", "2", sys.executable, str(worker),
-         str(gpus)],
+        [sys.executable, "-m", "collectives", "run", "-n", "2", str(worker), str(gpus)],
         env={**os.environ, "PYTHONPATH": path + os.pathsep + os.environ.get("PYTHONPATH", "")},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
