@@ -118,6 +118,7 @@ __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& w
   r.theirs[1] = theirs != nullptr ? theirs->signature[1] : 0;
   __threadfence_system();  // the record before its state, for the host
   r.state = 1;
+  if (why == Leave::peer_left) return;  // whoever left first has told all, and why
   const u32 word = (static_cast<u32>(why) << 16) | static_cast<u32>(w.rank + 1);
   for (int q = 0; q < w.nranks; ++q)
     if (q != w.rank) store_release(&state_of(w, q).poison, word);
