@@ -257,11 +257,11 @@ class Communicator:
     def caller(
         self, all_reduce_choice: Sequence[tuple[int, int]], /
     ) -> tuple[_AllReduceInPlace, _Call, _Submit]:
-        """all_reduce_in_place, call and submit: plain functions, bound to this communicator.
+        """sum, call and submit: plain functions, bound to this communicator.
 
         all_reduce_choice  (limit in bytes, number of the algorithm), by rising limit
 
-        all_reduce_in_place(x) sums a plain writable buffer; False, and nothing done, for anything
+        sum(x[, out]) sums plain buffers; False, and nothing done, for anything
         else. Algorithm -1 is the core's own choice.
         """
     def close(self) -> None: ...

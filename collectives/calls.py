@@ -50,7 +50,7 @@ class Calls:
 
     # The core's end, and its functions: see `Communicator.caller` in _core.pyi.
     _core: Core
-    _fast_all_reduce: Callable[[Any], bool]
+    _fast_sum: Callable[..., bool]
     _call: Callable[..., None]
     _submit: Callable[..., Any]
 

@@ -86,7 +86,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._forced = {}
         self._tuner = Tuner(self.nodes, self._one_region, settings.algorithm)
         table = self._table("all_reduce")
-        self._fast_all_reduce, self._call, self._submit = self._core.caller(table)
+        self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:
             self._device = DeviceEngine(bootstrap, self.nodes, device)
 

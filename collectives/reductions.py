@@ -41,8 +41,7 @@ class Reductions(Calls):
         ArrayError for strides, read-only or partly overlapping arrays.
         """
         if (
-            out is None
-            and algorithm is None
+            algorithm is None
             and order is None
             and not async_op
             and op == "sum"
@@ -51,9 +50,12 @@ class Reductions(Calls):
         ):
             # Loaded before it is called: as a method CPython would look it up in all bases first,
             # which takes 12 of 230 ns.
-            in_place = self._fast_all_reduce
-            if in_place(x):
-                return x
+            plain_sum = self._fast_sum
+            if out is None:
+                if plain_sum(x):
+                    return x
+            elif plain_sum(x, out):
+                return out
         if out is None and not is_immutable(x, "all_reduce: x"):
             source = target = view(x, writable=True, what="all_reduce: x")
             buffer, result = x, lambda: x

@@ -153,29 +153,58 @@ int dtype_of_format(const char* format) {
   }
 }
 
-// all_reduce_in_place(x) -> bool: sums x over the ranks with the default algorithm if x is a plain
-// writable contiguous buffer of a native dtype; False (nothing done) for anything else, which the
-// general path then judges.
-PyObject* fast_all_reduce(PyObject* self, PyObject* x) {
+// A plain contiguous buffer of a native dtype.
+class Buffer {
+ public:
+  Buffer() = default;
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  // False, without a Python error, if `x` is none.
+  bool get(PyObject* x, int flags) {
+    if (PyObject_GetBuffer(x, &view, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    held_ = true;
+    const int number = dtype_of_format(view.format);
+    if (number < 0) return false;
+    dtype = static_cast<Dtype>(number);
+    return size_of(dtype) == static_cast<std::size_t>(view.itemsize);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(view.buf); }
+
+  Py_buffer view;
+  Dtype dtype = Dtype::uint8;
+
+ private:
+  bool held_ = false;
+};
+
+// sum(x[, out]) -> bool: sums x over the ranks, into itself or into out, with the default
+// algorithm, if the arrays are plain buffers of one dtype and length; False (nothing done) for
+// anything else, which the general path then judges.
+PyObject* fast_sum(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   Caller& caller = caller_of(self);
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(x, &buffer, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-    PyErr_Clear();
-    Py_RETURN_FALSE;
-  }
-  const int dtype = dtype_of_format(buffer.format);
-  if (dtype < 0 || caller.all_reduce_choice.empty() ||
-      size_of(static_cast<Dtype>(dtype)) != static_cast<std::size_t>(buffer.itemsize)) {
-    PyBuffer_Release(&buffer);
-    Py_RETURN_FALSE;
-  }
+  if (nargs < 1 || nargs > 2 || caller.all_reduce_choice.empty()) Py_RETURN_FALSE;
+  Buffer x, out;
+  if (!x.get(args[0], nargs == 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) Py_RETURN_FALSE;
   Call call;
-  call.dtype = static_cast<Dtype>(dtype);
-  call.input = static_cast<const std::byte*>(buffer.buf);
-  call.output = static_cast<std::byte*>(buffer.buf);
-  call.count = static_cast<std::uint64_t>(buffer.len / buffer.itemsize);
+  call.dtype = x.dtype;
+  call.input = call.output = x.data();
+  const auto bytes = static_cast<std::uint64_t>(x.view.len);
+  if (nargs == 2) {
+    if (!out.get(args[1], PyBUF_WRITABLE) || out.dtype != x.dtype || out.view.len != x.view.len)
+      Py_RETURN_FALSE;
+    call.output = out.data();
+    const bool apart = call.output + bytes <= call.input || call.input + bytes <= call.output;
+    if (!apart && call.input != call.output) Py_RETURN_FALSE;
+  }
+  call.count = bytes / size_of(x.dtype);
   Communicator::Options options;
-  const auto bytes = static_cast<std::uint64_t>(buffer.len);
   for (const auto& [limit, algorithm] : caller.all_reduce_choice) {
     options.algorithm = algorithm;
     if (bytes <= limit) break;
@@ -183,11 +212,9 @@ PyObject* fast_all_reduce(PyObject* self, PyObject* x) {
   try {
     run_call(caller, call, options, bytes);
   } catch (...) {
-    PyBuffer_Release(&buffer);
     set_error_from_exception();
     return nullptr;
   }
-  PyBuffer_Release(&buffer);
   Py_RETURN_TRUE;
 }
 
@@ -263,8 +290,8 @@ PyObject* fast_submit(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
 }
 
 PyMethodDef caller_methods[] = {
-    {"all_reduce_in_place", fast_all_reduce, METH_O,
-     "Sums a plain buffer in place; False if it is not one."},
+    {"sum", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_sum)), METH_FASTCALL,
+     "Sums plain buffers over the ranks; False if they are none."},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_call)), METH_FASTCALL,
      "Runs a call."},
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast_submit)),

@@ -36,9 +36,9 @@ void install_wait_hooks();
 bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call,
                 Communicator::Options* options);
 
-// New references to the functions all_reduce_in_place(x) -> bool, call(...), and submit(...) ->
+// New references to the functions sum(x[, out]) -> bool, call(...), and submit(...) ->
 // Work, bound to `comm`.
-//   all_reduce_choice   which algorithm serves up to how many bytes, for all_reduce_in_place
+//   all_reduce_choice   which algorithm serves up to how many bytes, for sum
 //   wrap_work           gives the Python object of a Work
 // Throws PythonError.
 using WrapWork = PyObject* (*)(std::shared_ptr<Work>);

@@ -9,7 +9,7 @@ differ from what is expected there, and a reference costs one pattern, not one v
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,13 +160,15 @@ class Bound:
         if case.collective == "barrier":
             return (), kwargs
         if case.collective in REDUCING:
-            kwargs["op"] = case.op
+            if case.op != "sum":
+                kwargs["op"] = case.op
             if case.op == "premul_sum":
                 kwargs["factor"] = FACTOR
         if case.collective in ROOTED:
             kwargs["root"] = case.root
         if case.collective == "all_reduce" or (case.collective == "reduce" and at_root):
-            kwargs["out"] = None if self.in_place else self.out
+            if not self.in_place:
+                kwargs["out"] = self.out
         elif case.collective in ("reduce_scatter", "all_gather", "scatter", "all_to_all") or (
             case.collective == "gather" and at_root
         ):
@@ -366,7 +368,12 @@ def prepare(comm: Communicator, bound: Bound) -> Prepared:
     return Prepared(recorded[0], (work, bound))
 
 
-def call(comm: Communicator, bound: Bound) -> None:
-    """Makes the call through the communicator's method, as a user does."""
+def as_user(comm: Communicator, bound: Bound) -> Callable[[], Any]:
+    """The call through the communicator's method, written as a user writes it."""
     args, kwargs = bound.arguments()
-    getattr(comm, bound.case.collective)(*args, **kwargs)
+    return functools.partial(getattr(comm, bound.case.collective), *args, **kwargs)
+
+
+def call(comm: Communicator, bound: Bound) -> None:
+    """Makes that call once."""
+    as_user(comm, bound)()

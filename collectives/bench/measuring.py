@@ -13,7 +13,7 @@ from ..communicator import Communicator
 from ..errors import UnsupportedError
 from ..schedule import algorithms, why_unsupported
 from ..tuning import known_algorithm, model
-from .cases import REDUCING, Bound, Buffers, Case, bind, call, places, prepare
+from .cases import REDUCING, Bound, Buffers, Case, as_user, bind, call, places, prepare
 from .machine import cores
 from .peers import Peer
 from .report import bandwidth, bus_factor
@@ -81,7 +81,7 @@ class Bench:
         """A timed loop over our call."""
         bound.clear()
         if self.python:
-            return python_loop(self.comm, bound, lambda: call(self.comm, bound))
+            return python_loop(self.comm, bound, as_user(self.comm, bound))
         return core_loop(self.comm, prepare(self.comm, bound))
 
     def peer_runners(self, case: Case, elements: int, in_place: bool) -> list[Runner | None]:
