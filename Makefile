@@ -97,7 +97,7 @@ $(VENV)/.project: $(EDITABLE)/.built
 
 $(MPICH)/.project: $(EDITABLE)/.built $(MPICH)/.tools
 	$(call stage,$(MPICH): collectives and MPICH,mpich-project,\
-		wheel=$$(echo $(EDITABLE)/*.whl) && $(MPICH)/bin/pip install "$$wheel[mpi]" mpich && \
+		wheel=$$(echo $(EDITABLE)/*.whl) && $(MPICH)/bin/pip install "$$wheel[mpi]" mpich pytest && \
 		$(MPICH)/bin/pip install --force-reinstall --no-deps "$$wheel")
 	@touch $@
 

@@ -160,6 +160,10 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
     mine.process.store(static_cast<std::int32_t>(getpid()), std::memory_order_relaxed);
     mine.state.store(static_cast<std::uint32_t>(RankState::alive), std::memory_order_release);
     if (everyone && n > 1) {
+      if (numbers_.size() > static_cast<std::size_t>(DirectHost::kMaxLocal))
+        throw Error(ErrorKind::unsupported,
+                    std::to_string(numbers_.size()) + " ranks of one node; at most " +
+                        std::to_string(DirectHost::kMaxLocal) + " can share memory");
       gate_ = std::make_unique<Gate>(config_.region, local_rank, numbers_, config_.tuning.crowded);
       direct_ = std::make_unique<DirectHost>(*gate_, *waiter_, config_.tuning,
                                              DirectHost::Reach{config_.threads, config_.can_pull});

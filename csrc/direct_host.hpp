@@ -51,6 +51,8 @@ struct SymmetricSegment {
 
 class DirectHost {
  public:
+  static constexpr int kMaxLocal = 256;  // ranks of one region
+
   struct Reach {
     bool addresses = false;  // the ranks are threads: an address means the same to all
     bool pull = false;       // every rank may read the memory of every other (process_vm_readv)
@@ -64,7 +66,6 @@ class DirectHost {
  private:
   static constexpr std::uint64_t kAddresses = 1,
                                  kPull = 2;  // tokens of symmetric memory are larger
-  static constexpr int kMaxLocal = 256;      // ranks of one region
 
   enum class Shape {
     shared,     // a staging slot holds one part that all readers read

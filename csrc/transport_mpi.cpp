@@ -339,8 +339,8 @@ RecvPort& MpiTransport::recv_port(int peer, int channel) {
 
 std::size_t MpiTransport::scratch_bytes() const {
   const std::lock_guard lock(ports_mutex_);
-  return (sends_.size() + recvs_.size()) * options_.slot_bytes *
-         static_cast<std::size_t>(options_.depth);
+  const auto depth = static_cast<std::size_t>(options_.depth);
+  return (sends_.size() * depth + recvs_.size()) * options_.slot_bytes;
 }
 
 void MpiTransport::progress() { look_for_poison(); }

@@ -1,13 +1,15 @@
 // FIFOs over MPI messages, for peers on other hosts (and anywhere else MPI reaches).
 //
-// A message is one MPI message: Header (16 bytes), then the payload, exact length, from the slot in
-// which the engine built it. A channel is a tag. Both ends keep at most `depth` slots in flight a
-// port; the receiver posts receives only for messages that the current call announced with
-// expect(), so nothing stays posted between calls, and the matching Isend of a slot goes straight
-// into a posted receive. No call here blocks: MPI_Isend, MPI_Irecv, MPI_Test, MPI_Iprobe only.
+// A message is one MPI message, exact length: Header (16 bytes) and payload from the slot in which
+// the engine built it, or, bare, the payload alone, from the caller's memory and into the caller's
+// memory where both lie in one piece. A channel is a tag. A sender has at most `depth` messages in
+// flight a port; a receiver posts one receive at a time, when its message is asked for, so nothing
+// stays posted between calls. No call here blocks: MPI_Isend, MPI_Irecv, MPI_Test and MPI_Iprobe
+// only.
 //
-// Memory: depth * (slot_bytes + 64) a port, touched as used. Cost a message: one MPI message, no
-// copy of ours. Limits: all ranks use the same slot_bytes and depth; channels 0 .. max_channel.
+// Memory: depth + 1 slots a pair and channel, touched as used. Cost a message: one MPI message.
+// Limits: all ranks use the same slot_bytes (Open MPI 5 writes a longer message past the end of the
+// receive instead of cutting it off) and the same depth; channels 0 .. max_channel.
 #pragma once
 
 #include <atomic>

@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import pathlib
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = ["csrc/types.cpp", "csrc/mpi.cpp", "csrc/transport_mpi.cpp", "tests/cpp/mpi_module.cpp"]
-BUILD = pathlib.Path(
-    os.environ.get(
-        "COLLECTIVES_TEST_BUILD",
-        pathlib.Path(tempfile.gettempdir()) / f"collectives-mpi-test-{os.getuid()}",
-    )
-)
+HEADERS = ["types", "errors", "mpi", "transport", "transport_mpi"]
 VENVS = [pathlib.Path(p) for p in os.environ.get("COLLECTIVES_TEST_MPI", sys.prefix).split(":")]
 
 
@@ -36,14 +31,17 @@ VENVS = [pathlib.Path(p) for p in os.environ.get("COLLECTIVES_TEST_MPI", sys.pre
 
 @functools.lru_cache
 def module_path() -> pathlib.Path:
-    """Builds the test module if a source is newer; returns its folder."""
+    """Builds the test module, once for each state of its sources; returns its folder."""
     import pybind11
 
-    out = BUILD / ("mpi_module" + sysconfig.get_config_var("EXT_SUFFIX"))
-    headers = ["types", "errors", "mpi", "transport", "transport_mpi"]
-    inputs = [ROOT / s for s in SOURCES] + [ROOT / f"csrc/{h}.hpp" for h in headers]
-    if not out.exists() or out.stat().st_mtime < max(p.stat().st_mtime for p in inputs):
-        BUILD.mkdir(parents=True, exist_ok=True)
+    inputs = [ROOT / s for s in SOURCES] + [ROOT / f"csrc/{h}.hpp" for h in HEADERS]
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in inputs)).hexdigest()[:16]
+    folder = ROOT / "build" / "test-mpi" / digest
+    out = folder / ("mpi_module" + sysconfig.get_config_var("EXT_SUFFIX"))
+    if not out.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Written aside and renamed: another worker of pytest may be doing the same.
+        aside = out.with_suffix(f".{os.getpid()}")
         includes = [
             f"-I{ROOT}/csrc",
             f"-I{pybind11.get_include()}",
@@ -65,12 +63,13 @@ def module_path() -> pathlib.Path:
             *includes,
             *(str(ROOT / s) for s in SOURCES),
             "-o",
-            str(out),
+            str(aside),
             "-ldl",
             "-pthread",
         ]
         subprocess.run(command, check=True)
-    return BUILD
+        aside.replace(out)
+    return folder
 
 
 def launcher(venv: pathlib.Path) -> list[str]:
@@ -324,7 +323,7 @@ def check_messages(m, mpi, world):
         other = m.Transport(mpi, world.handle, slot_bytes, depth)
         other.exchange(everyone, 0, 20, slot_bytes)
         if n > 1:
-            assert other.scratch_bytes == 2 * len(everyone) * slot_bytes * depth
+            assert other.scratch_bytes == len(everyone) * slot_bytes * (depth + 1)
         del other
     if n == 1:
         raises(m.Error, "no peer", t.expect, 0, 0, 1)
@@ -389,15 +388,6 @@ def check_failures(m, mpi, world):
         assert time.monotonic() - start < 3
         world.barrier()
 
-        # Ranks that disagree about the slots: an error in words on the receiver.
-        t = m.Transport(mpi, world.handle, 1024 if r == 0 else 4096)
-        if r == 1:
-            assert t.try_send(0, 0, "y" * 4096, 0)
-        if r == 0:
-            t.expect(1, 0, 1)
-            raises(m.Error, "do all ranks use slots", until, lambda: t.try_recv(1, 0))
-        world.barrier()
-        del t
         # A rank that never comes is noticed.
         if mpi.threads != "MPI_THREAD_MULTIPLE":
             return
