@@ -8,6 +8,7 @@ RANKS ?= 4# ranks of `make demo` and `make bench`
 TORCH ?=# 1: test with torch too
 JAX ?=# 1: test with jax too
 CUDA ?= AUTO# AUTO, ON or OFF
+CUPY ?= cupy-cuda13x# what `make test-gpu` installs where cupy is missing
 WERROR ?= OFF# ON: compiler warnings are errors
 SANITIZE ?= address,undefined# of `make sanitize`; or thread
 PYTEST_ARGS ?= --quiet --numprocesses=2
@@ -45,7 +46,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-cpp sanitize lint format bench docs wheel matrix clean distclean
+.PHONY: help install demo test test-cpp test-gpu sanitize lint format bench docs wheel matrix clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -136,6 +137,10 @@ test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
 		$(BIN)/cmake -DCOLLECTIVES_BUILD_TESTS=ON build/make && \
 		$(BIN)/cmake --build build/make --parallel $(CORES))
 	@$(BIN)/ctest --test-dir build/make $(CTEST_ARGS)
+
+test-gpu: $(VENV)/.project $(VENV)/.with-test ## run the tests that need an NVIDIA GPU and cupy; CUPY names its package
+	$(call stage,$(VENV): cupy,venv-cupy,$(BIN)/python -c 'import cupy' || $(BIN)/pip install $(CUPY))
+	@$(BIN)/python -m pytest --quiet tests/gpu
 
 sanitize: $(VENV)/.tools ## run the C++ tests under SANITIZE: address,undefined or thread
 	$(call stage,tests/cpp: compile for $(SANITIZE),sanitize,\

@@ -31,11 +31,10 @@ def nccl_call(comm: cc.Communicator) -> tuple[Call | None, str]:
     try:
         from cupy.cuda import nccl
 
-        unique = nccl.get_unique_id() if comm.rank == 0 else (0,) * 128
-        numbers = np.frombuffer(bytes(c % 256 for c in unique), np.uint8).copy()
-        comm.broadcast(numbers)
-        unique = tuple(int(c) if c < 128 else int(c) - 256 for c in numbers)
-        peer = nccl.NcclCommunicator(comm.size, unique, comm.rank)
+        mine = nccl.get_unique_id() if comm.rank == 0 else bytes(128)
+        unique = np.frombuffer(mine, np.uint8).copy()
+        comm.broadcast(unique)
+        peer = nccl.NcclCommunicator(comm.size, unique.tobytes(), comm.rank)
     except Exception as error:  # whatever is missing: the table says so
         return None, f"none: {type(error).__name__}: {error}"
 
@@ -93,7 +92,9 @@ def commit() -> str:
     known = str(_core.commit)
     if known != "unknown":
         return known
-    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return answer.stdout.strip() or "unknown"
 
 
@@ -142,7 +143,7 @@ def main() -> None:
                     f"{ratio:8.2f}",
                     flush=True,
                 )
-            nbytes *= 4
+            nbytes *= 2 if 256 << 10 <= nbytes < 4 << 20 else 4
     if comm.rank == 0 and arguments.json:
         device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         record = {

@@ -3,7 +3,7 @@
     python bench/table.py              rewrites both
     python bench/table.py --check      status 1 if they are not up to date
 
-Each file is one run of `python -m collectives bench --json FILE`. Between the markers
+Each file `host-*.json` is one run of `python -m collectives bench --json FILE`. Between the markers
 
     <!-- bench/table.py: summary -->  and  <!-- bench/table.py: all -->, each up to  <!-- end -->
 
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 def load(folder: Path) -> list[Run]:
     """The runs of a folder. Raises ValueError for wrong results, or those that were not checked."""
     runs = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("host-*.json")):
         content = json.loads(path.read_text())
         for row in content["rows"]:
             if row["wrong"] or (row["wrong"] is None and row["collective"] != "barrier"):

@@ -206,7 +206,7 @@ class Calls:
     # ---- on GPUs ---------------------------------------------------------------------------------
 
     def _engine(self, device: str) -> DeviceEngine:
-        """The engine for arrays on `device`; collective when it is the first call on such arrays."""
+        """The engine for arrays on `device`; collective at the first call on such arrays."""
         kind, _, number = device.partition(":")
         if self._device is None:
             if kind != "cuda":

@@ -19,9 +19,10 @@ using u64 = unsigned long long;
 static_assert(sizeof(u64) == 8);
 
 inline constexpr int kMaxRanks = 16;
-inline constexpr int kMaxStrands = 32;  // FIFOs from one rank to another: channels x lanes
-inline constexpr int kDepth = 4;        // slots of a FIFO; programs are lowered for it
-inline constexpr int kThreads = 512;    // of a block
+inline constexpr int kMaxStrands = 64;  // FIFOs from one rank to another: channels x lanes
+inline constexpr int kMaxChannels = 16;
+inline constexpr int kDepth = 4;      // slots of a FIFO; programs are lowered for it
+inline constexpr int kThreads = 512;  // of a block
 
 // What a kernel waited for, or found, when it gave up.
 enum class Leave : u32 {
@@ -117,28 +118,10 @@ struct FlatLayout {
 
 // One for each pair of format and operation that differ in their bits.
 struct Reducer {
-  u32 format;  // Format
+  u32 format;  // Dtype
   u32 op;      // Combine
 };
-enum class Format : u32 {
-  float16,
-  bfloat16,
-  float32,
-  float64,
-  float8_e4m3,
-  float8_e5m2,
-  int8,
-  int16,
-  int32,
-  int64,
-  uint8,
-  uint16,
-  uint32,
-  uint64,
-  boolean,
-  complex64,
-  complex128
-};
+using Format = Dtype;
 enum class Combine : u32 { sum, prod, min, max, band, bor, bxor };
 
 struct Arithmetic {
@@ -149,6 +132,11 @@ struct Arithmetic {
   double factor[2];
 };
 
+// Where a channel's program lies among all steps and pieces.
+struct ChannelRange {
+  std::int32_t first_step, steps, first_piece, pieces;
+};
+
 struct PlanCall {
   DeviceWorld world;
   CallHead head;
@@ -156,7 +144,7 @@ struct PlanCall {
   Arithmetic arithmetic;
   const Step* steps;
   const Piece* pieces;
-  const std::int32_t* channel_begin;  // steps of channel c: [begin[c], begin[c + 1])
+  ChannelRange channel[kMaxChannels];
   int channels, lanes;
   const unsigned char* input;
   unsigned char* output;

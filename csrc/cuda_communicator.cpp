@@ -1,8 +1,5 @@
 // The host half of the GPU engine: chooses the kernel, prepares its call, keeps its errors.
 #include <cuda_runtime_api.h>
-#include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,6 +10,7 @@
 
 #include "cuda_call.hpp"
 #include "cuda_memory.hpp"
+#include "cuda_record.hpp"
 #include "device.hpp"
 #include "region.hpp"
 #include "schedule.hpp"
@@ -25,7 +23,7 @@ using namespace device;
 // Below this, pieces are not cut for more lanes: a message's signals would take longer than its
 // bytes.
 constexpr std::uint64_t kMinSegmentBytes = 4 << 10;
-constexpr int kOneShotBlocks = 64;  // more gain nothing at 256 KiB
+constexpr int kOneShotBlocks = 128;
 
 FlatBlocks flat_blocks(const Blocks& blocks, int n) {
   FlatBlocks f{};
@@ -61,48 +59,6 @@ Combine combine_of(Op op) {
   }
 }
 
-Format format_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float16:
-      return Format::float16;
-    case Dtype::bfloat16:
-      return Format::bfloat16;
-    case Dtype::float32:
-      return Format::float32;
-    case Dtype::float64:
-      return Format::float64;
-    case Dtype::float8_e4m3:
-      return Format::float8_e4m3;
-    case Dtype::float8_e5m2:
-      return Format::float8_e5m2;
-    case Dtype::int8:
-      return Format::int8;
-    case Dtype::int16:
-      return Format::int16;
-    case Dtype::int32:
-      return Format::int32;
-    case Dtype::int64:
-      return Format::int64;
-    case Dtype::uint8:
-      return Format::uint8;
-    case Dtype::uint16:
-      return Format::uint16;
-    case Dtype::uint32:
-      return Format::uint32;
-    case Dtype::uint64:
-      return Format::uint64;
-    case Dtype::boolean:
-      return Format::boolean;
-    case Dtype::complex64:
-      return Format::complex64;
-    case Dtype::complex128:
-      return Format::complex128;
-  }
-  return Format::uint8;
-}
-
-std::string milliseconds(u64 ns) { return std::to_string(ns / 1000000) + " ms"; }
-
 // A program in device memory.
 struct Uploaded {
   std::shared_ptr<const RankProgram> program;
@@ -111,7 +67,7 @@ struct Uploaded {
   void* memory = nullptr;
   const Step* steps = nullptr;
   const Piece* pieces = nullptr;
-  const std::int32_t* channel_begin = nullptr;
+  std::vector<ChannelRange> channels;
 };
 
 }  // namespace
@@ -126,7 +82,6 @@ struct DeviceCommunicator::Impl {
   void close();
   void abort(const std::string& reason);
   void check();
-  [[noreturn]] void raise_record();
   const Uploaded& uploaded(const ProgramKey& key);
   unsigned char* scratch(std::uint64_t bytes);
   Signature sign(const Call& call, const DeviceOptions& options) const;
@@ -163,16 +118,14 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
     throw Error(ErrorKind::invalid, "there is no GPU " + std::to_string(config.device) +
                                         ": this process sees " + std::to_string(count));
   if (config.nranks > kMaxRanks)
-    throw Error(ErrorKind::unsupported,
-                "the GPU engine takes up to " + std::to_string(kMaxRanks) + " ranks, not " +
-                    std::to_string(config.nranks));
+    throw Error(ErrorKind::unsupported, "the GPU engine takes up to " + std::to_string(kMaxRanks) +
+                                            " ranks, not " + std::to_string(config.nranks));
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
   int resident = 0, processors = 0;
   check_cuda(static_cast<cudaError_t>(load_kernels(&resident)), "loading the kernels");
-  check_cuda(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, config.device),
-      "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, config.device),
+             "cudaDeviceGetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.
   blocks = std::min(kMaxStrands, resident * processors / std::max(1, config.sharing));
   if (config.max_blocks > 0) blocks = std::min(blocks, config.max_blocks);
@@ -222,79 +175,14 @@ void DeviceCommunicator::Impl::close() {
 
 void DeviceCommunicator::Impl::check() {
   if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
-  if (*static_cast<volatile u32*>(&control->record.state) != 0) raise_record();
+  if (*static_cast<volatile u32*>(&control->record.state) != 0) {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    std::lock_guard lock(reason_mutex);
+    raise_record(control->record, config.rank, last_signature.describe(), abort_reason);
+  }
   if (*static_cast<volatile u32*>(&control->abort) != 0) {
     std::lock_guard lock(reason_mutex);
     throw Error(ErrorKind::aborted, abort_reason);
-  }
-}
-
-void DeviceCommunicator::Impl::raise_record() {
-  std::atomic_thread_fence(std::memory_order_acquire);
-  const Record r = control->record;
-  const auto leave = static_cast<Leave>(r.leave);
-  std::string text = "on the GPU, in call " + std::to_string(r.epoch) + " of rank " +
-                     std::to_string(config.rank) + " (the last was " + last_signature.describe() +
-                     "): ";
-  const std::string peer = "rank " + std::to_string(r.peer);
-  if (leave == Leave::mismatch) {
-    const u64 word = r.theirs[1];
-    Signature his;
-    his.count = r.theirs[0];
-    his.collective = word & 0xff;
-    his.dtype = word >> 8 & 0xff;
-    his.op = word >> 16 & 0xff;
-    his.order = word >> 24 & 0xff;
-    his.root = static_cast<std::int32_t>(word >> 32 & 0xffff);
-    throw Error(ErrorKind::mismatch,
-                text + peer + " is in another call: " + his.describe() +
-                    (word >> 48 != 0 ? ", algorithm no. " + std::to_string(word >> 48) : "") +
-                    ". Nothing of this call was written; the communicator cannot be used further");
-  }
-  std::string where;
-  switch (static_cast<Phase>(r.phase)) {
-    case Phase::arrival:
-      where = peer + " to enter the call";
-      break;
-    case Phase::message:
-      where = "a message from " + peer;
-      break;
-    case Phase::slot:
-      where = "a free slot at " + peer;
-      break;
-    case Phase::packet:
-      where = "packets from " + peer;
-      break;
-    case Phase::none:
-      where = peer;
-      break;
-  }
-  if (r.strand >= 0) where += ", strand " + std::to_string(r.strand);
-  if (r.step >= 0)
-    where += ", step " + std::to_string(r.step) + ", round " + std::to_string(r.round) +
-             ", segment " + std::to_string(r.expected);
-  else
-    where += ", seen " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected);
-  switch (leave) {
-    case Leave::deadline:
-      throw Error(ErrorKind::deadline,
-                  text + "waited " + milliseconds(r.waited_ns) + " for " + where +
-                      ". It died, is late, or calls with arrays on the host");
-    case Leave::peer_left: {
-      const auto his = static_cast<Leave>(r.seen);
-      const bool disagree = his == Leave::mismatch;
-      throw Error(disagree ? ErrorKind::mismatch
-                           : (his == Leave::aborted ? ErrorKind::aborted : ErrorKind::deadline),
-                  text + peer + " gave up" +
-                      (disagree ? ": the ranks are in different calls"
-                                : (his == Leave::aborted ? ": it was aborted"
-                                                         : ": a wait there ran out of time")));
-    }
-    default: {
-      std::lock_guard lock(reason_mutex);
-      throw Error(ErrorKind::aborted,
-                  text + "aborted while it waited for " + where + ": " + abort_reason);
-    }
   }
 }
 
@@ -340,20 +228,15 @@ const Uploaded& DeviceCommunicator::Impl::uploaded(const ProgramKey& key) {
   if (collective == Collective::all_to_all)
     for (const Round& round : schedule.rounds)
       for (const Transfer& t : round) u.forwards |= t.chunk != t.src * config.nranks + t.dst;
-  u.program =
-      std::make_shared<const RankProgram>(lower(schedule, config.rank, order, kDepth));
+  u.program = std::make_shared<const RankProgram>(lower(schedule, config.rank, order, kDepth));
   std::vector<Step> steps;
   std::vector<Piece> pieces;
-  std::vector<std::int32_t> begin;
   for (const Program& p : u.program->channels) {
-    begin.push_back(static_cast<std::int32_t>(steps.size()));
-    for (Step step : p.steps) {
-      step.first_piece += static_cast<int>(pieces.size());
-      steps.push_back(step);
-    }
+    u.channels.push_back({static_cast<int>(steps.size()), static_cast<int>(p.steps.size()),
+                          static_cast<int>(pieces.size()), static_cast<int>(p.pieces.size())});
+    steps.insert(steps.end(), p.steps.begin(), p.steps.end());
     pieces.insert(pieces.end(), p.pieces.begin(), p.pieces.end());
   }
-  begin.push_back(static_cast<std::int32_t>(steps.size()));
   for (const Step& step : steps)
     if (step.kind == StepKind::combine && step.npieces > kMaxRanks)
       throw Error(ErrorKind::unsupported, "algorithm '" + name + "' combines " +
@@ -361,12 +244,9 @@ const Uploaded& DeviceCommunicator::Impl::uploaded(const ProgramKey& key) {
                                               "the GPU engine takes " + std::to_string(kMaxRanks));
   const auto aligned = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
   const std::size_t step_bytes = aligned(steps.size() * sizeof(Step));
-  const std::size_t piece_bytes = aligned(pieces.size() * sizeof(Piece));
-  std::vector<unsigned char> image(step_bytes + piece_bytes + begin.size() * sizeof begin[0]);
+  std::vector<unsigned char> image(step_bytes + pieces.size() * sizeof(Piece) + 1);
   std::memcpy(image.data(), steps.data(), steps.size() * sizeof(Step));
   std::memcpy(image.data() + step_bytes, pieces.data(), pieces.size() * sizeof(Piece));
-  std::memcpy(image.data() + step_bytes + piece_bytes, begin.data(),
-              begin.size() * sizeof begin[0]);
   const WhileCapturing relaxed;
   check_cuda(cudaMalloc(&u.memory, image.size()), "cudaMalloc");
   check_cuda(cudaMemcpyAsync(u.memory, image.data(), image.size(), cudaMemcpyHostToDevice, stream),
@@ -375,7 +255,6 @@ const Uploaded& DeviceCommunicator::Impl::uploaded(const ProgramKey& key) {
   auto* base = static_cast<unsigned char*>(u.memory);
   u.steps = reinterpret_cast<const Step*>(base);
   u.pieces = reinterpret_cast<const Piece*>(base + step_bytes);
-  u.channel_begin = reinterpret_cast<const std::int32_t*>(base + step_bytes + piece_bytes);
   return programs.emplace(key, std::move(u)).first->second;
 }
 
@@ -420,7 +299,8 @@ void DeviceCommunicator::Impl::follow(cudaStream_t next) {
   if (status != cudaStreamCaptureStatusActive) capture = 0;
   const bool same = next == last_stream;
   if (capture == 0 && last_capture == 0) {
-    if (recorded && !same) check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");
+    if (recorded && !same)
+      check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");
   } else if (capture != 0 && capture == last_capture && !same) {
     // Two branches of one graph: the second call waits for the first.
     check_cuda(cudaEventRecord(last_event, last_stream), "cudaEventRecord");
@@ -454,15 +334,12 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
   head.hash = static_cast<u32>(hash ^ hash >> 32);
   u64 algorithm = 0;
   for (const char c : options.algorithm) algorithm = algorithm * 31 + static_cast<unsigned char>(c);
-  head.signature_word = static_cast<u64>(last_signature.collective) |
-                        static_cast<u64>(last_signature.dtype) << 8 |
-                        static_cast<u64>(last_signature.op) << 16 |
-                        static_cast<u64>(last_signature.order) << 24 |
-                        static_cast<u64>(last_signature.root & 0xffff) << 32 |
-                        (algorithm & 0xffff) << 48;
+  head.signature_word =
+      static_cast<u64>(last_signature.collective) | static_cast<u64>(last_signature.dtype) << 8 |
+      static_cast<u64>(last_signature.op) << 16 | static_cast<u64>(last_signature.order) << 24 |
+      static_cast<u64>(last_signature.root & 0xffff) << 32 | (algorithm & 0xffff) << 48;
   Arithmetic arithmetic{};
-  arithmetic.reducer = {static_cast<u32>(format_of(call.dtype)),
-                        static_cast<u32>(combine_of(call.op))};
+  arithmetic.reducer = {static_cast<u32>(call.dtype), static_cast<u32>(combine_of(call.op))};
   arithmetic.element = static_cast<u32>(size_of(call.dtype));
   arithmetic.divisor = reduces(call.collective) && call.op == Op::avg ? config.nranks : 1;
   arithmetic.scaled = reduces(call.collective) && call.op == Op::premul_sum;
@@ -487,8 +364,8 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
     c.bytes = bytes;
     const std::uint64_t threads = (bytes + 7) / 8;
     const int most = std::min(kOneShotBlocks, blocks * (config.sharing > 1 ? 1 : 2));
-    const int grid = static_cast<int>(
-        std::min<std::uint64_t>(most, (threads + kThreads - 1) / kThreads));
+    const int grid =
+        static_cast<int>(std::min<std::uint64_t>(most, (threads + kThreads - 1) / kThreads));
     check_cuda(static_cast<cudaError_t>(launch_one_shot(c, grid, used)), "launching a kernel");
   } else {
     launch_program(call, options, head, arithmetic, used);
@@ -514,28 +391,27 @@ void DeviceCommunicator::Impl::launch_program(const Call& call, const DeviceOpti
     const RankProgram& program = *u.program;
     const std::uint64_t e = arithmetic.element;
     c.channels = static_cast<int>(program.channels.size());
-    if (c.channels > blocks)
-      throw Error(ErrorKind::unsupported,
-                  "algorithm '" + options.algorithm + "' uses " + std::to_string(c.channels) +
-                      " channels, and this rank may have " + std::to_string(blocks) +
-                      " thread blocks");
+    if (c.channels > std::min(blocks, kMaxChannels))
+      throw Error(ErrorKind::unsupported, "algorithm '" + options.algorithm + "' uses " +
+                                              std::to_string(c.channels) + " channels; with " +
+                                              std::to_string(blocks) +
+                                              " thread blocks, this rank's kernels take " +
+                                              std::to_string(std::min(blocks, kMaxChannels)));
     const std::uint64_t unit = std::max<std::uint64_t>(1, 16 / e);  // elements of a pack
     const std::uint64_t cap =
         world.geometry.slot_bytes / program.max_message_pieces / 16 * 16 / e / unit * unit;
     if (cap == 0)
-      throw Error(ErrorKind::unsupported,
-                  "algorithm '" + options.algorithm + "' sends " +
-                      std::to_string(program.max_message_pieces) +
-                      " chunks in one message, too many for slots of " +
-                      std::to_string(world.geometry.slot_bytes) + " bytes");
+      throw Error(ErrorKind::unsupported, "algorithm '" + options.algorithm + "' sends " +
+                                              std::to_string(program.max_message_pieces) +
+                                              " chunks in one message, too many for slots of " +
+                                              std::to_string(world.geometry.slot_bytes) + " bytes");
     FlatLayout& l = c.layout;
     l.collective = call.collective;
     l.flat = !Layout::blocked(call.collective);
     l.rank = config.rank;
     l.nranks = n;
     l.nchunks = u.nchunks;
-    l.per_block =
-        call.collective == Collective::all_to_all ? 1 : std::max(1, u.nchunks / n);
+    l.per_block = call.collective == Collective::all_to_all ? 1 : std::max(1, u.nchunks / n);
     l.count = call.count;
     l.align = std::max<std::uint64_t>(1, 64 / e);
     l.in = flat_blocks(call.in, n);
@@ -551,7 +427,7 @@ void DeviceCommunicator::Impl::launch_program(const Call& call, const DeviceOpti
     c.lanes = static_cast<int>(std::min<std::uint64_t>(lanes, l.segments));
     c.steps = u.steps;
     c.pieces = u.pieces;
-    c.channel_begin = u.channel_begin;
+    std::copy(u.channels.begin(), u.channels.end(), c.channel);
     c.cells = program.scratch_cells;
     c.cell_bytes = (segment * e + 63) / 64 * 64;
     grid = c.lanes * c.channels;
@@ -603,12 +479,11 @@ void DeviceCommunicator::probe_write() {
   u64 tokens[kMaxRanks];
   for (int q = 0; q < kMaxRanks; ++q) tokens[q] = 0x9e3779b97f4a7c15ULL * static_cast<u64>(q + 1);
   unsigned char* room = m.scratch(sizeof tokens + kMaxRanks * sizeof(u32));
-  check_cuda(
-      cudaMemcpyAsync(room, tokens, sizeof tokens, cudaMemcpyHostToDevice, m.stream),
-      "cudaMemcpyAsync");
-  check_cuda(static_cast<cudaError_t>(
-                 launch_probe(m.world, reinterpret_cast<const u64*>(room),
-                              reinterpret_cast<u32*>(room + sizeof tokens), m.stream)),
+  check_cuda(cudaMemcpyAsync(room, tokens, sizeof tokens, cudaMemcpyHostToDevice, m.stream),
+             "cudaMemcpyAsync");
+  check_cuda(static_cast<cudaError_t>(launch_probe(m.world, reinterpret_cast<const u64*>(room),
+                                                   reinterpret_cast<u32*>(room + sizeof tokens),
+                                                   m.stream)),
              "launching the self-test");
   check_cuda(cudaStreamSynchronize(m.stream), "the self-test of peer access");
 }

@@ -44,15 +44,18 @@ WhileCapturing::WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); 
 WhileCapturing::~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
 Geometry make_geometry(int nranks, int strands) {
-  // Slots: large enough that a message's two signals (about 2 µs) are small beside its bytes, small
-  // enough that all FIFOs of two to four ranks stay in a 50 MB L2.
-  constexpr u32 kSlot = 64 << 10, kSlotOfMany = 32 << 10;
-  constexpr u32 kPacketBytes = 256 << 10;
+  // Slots: large enough that a message's signals (about 3 µs) are small beside its bytes.
+  const u32 slot = nranks <= 2   ? 128 << 10
+                   : nranks <= 4 ? 64 << 10
+                   : nranks <= 8 ? 32 << 10
+                                 : 16 << 10;
+  // Two ranks gain from packets up to 2 MiB; more ranks send to more peers.
+  const u32 packets = nranks <= 2 ? 2 << 20 : nranks <= 4 ? 512 << 10 : 256 << 10;
   const auto aligned = [](u64 bytes) { return (bytes + 4095) / 4096 * 4096; };
   Geometry g;
   g.strands = strands;
-  g.slot_bytes = nranks <= 4 ? kSlot : kSlotOfMany;
-  g.packet_units = kPacketBytes / 8;
+  g.slot_bytes = slot;
+  g.packet_units = packets / 8;
   g.controls = aligned(sizeof(State));
   g.slots = g.controls + aligned(sizeof(FifoControl) * nranks * strands);
   g.packets = g.slots + u64(nranks) * strands * kDepth * g.slot_bytes;
@@ -142,8 +145,8 @@ void Arenas::map(const std::vector<std::string>& handles) {
         const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
         cudaGetLastError();
         if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled)
-          throw Error(ErrorKind::unsupported, pair + " have no peer access: " +
-                                                  cudaGetErrorString(error));
+          throw Error(ErrorKind::unsupported,
+                      pair + " have no peer access: " + cudaGetErrorString(error));
       }
       arena_[q] = reinterpret_cast<unsigned char*>(pointer);
       const std::lock_guard lock(registry_mutex);
@@ -156,7 +159,7 @@ void Arenas::map(const std::vector<std::string>& handles) {
     void* mapped = nullptr;
     const cudaError_t error =
         exported ? cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess)
-                      : cudaErrorNotSupported;
+                 : cudaErrorNotSupported;
     cudaGetLastError();
     if (error != cudaSuccess)
       throw Error(ErrorKind::unsupported,

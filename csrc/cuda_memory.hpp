@@ -41,8 +41,8 @@ class WhileCapturing {
 
 Geometry make_geometry(int nranks, int strands);
 
-// Device memory that is freed with its last holder: ranks that are threads hold each other's arenas,
-// so that a rank may close while a peer's kernel still writes to it.
+// Device memory that is freed with its last holder: ranks that are threads hold each other's
+// arenas, so that a rank may close while a peer's kernel still writes to it.
 class Memory {
  public:
   Memory(int device, u64 bytes);

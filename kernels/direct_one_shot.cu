@@ -72,16 +72,16 @@ __device__ void store_unit(unsigned char* p, u64 bytes, u64 v) {
 // Compiled apart from the loop for float32 sums, whose speed must not pay for the others.
 __device__ u64 result_of(const Arithmetic& arithmetic, const u64* units, int n) {
   u64 result = 0;
-  dispatch_unit(arithmetic.reducer, [&](auto a) {
-    result = combine_units<decltype(a)>(units, n, arithmetic.divisor);
-  });
+  dispatch_unit(arithmetic.reducer,
+                [&](auto a) { result = combine_units<decltype(a)>(units, n, arithmetic.divisor); });
   return result;
 }
 
 __global__ void __launch_bounds__(kThreads)
     one_shot_kernel(const __grid_constant__ OneShotCall call) {
   const DeviceWorld& world = call.world;
-  const u64 epoch = next_epoch(world);
+  const Entry entry = enter(world);
+  const u64 epoch = entry.epoch;
   const int parity = static_cast<int>(epoch & 1), n = world.nranks, rank = world.rank;
   const u32 flag = static_cast<u32>(epoch);
   const u32 second = static_cast<u32>(epoch >> 32) << 20 | (call.head.hash & 0xfffffu);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool first_thread = blockIdx.x == 0 && threadIdx.x == 0;
   const bool float32_sum = call.arithmetic.reducer.format == static_cast<u32>(Format::float32) &&
                            call.arithmetic.reducer.op == static_cast<u32>(Combine::sum);
-  bool failed = has_left(world, epoch);
+  bool failed = has_left(world, entry);
   for (u64 i = blockIdx.x * blockDim.x + threadIdx.x; i < units && !failed;
        i += gridDim.x * blockDim.x) {
     const u64 left = call.bytes - i * 8;

@@ -142,9 +142,7 @@ struct Float64Format {
   __device__ static double widen(u64 u, int) {
     return __longlong_as_double(static_cast<long long>(u));
   }
-  __device__ static u64 narrow(double part) {
-    return static_cast<u64>(__double_as_longlong(part));
-  }
+  __device__ static u64 narrow(double part) { return static_cast<u64>(__double_as_longlong(part)); }
 };
 struct Complex64Format : Float32Format {
   static constexpr int kElement = 8;
@@ -245,9 +243,7 @@ struct Accumulator {
 #pragma unroll
     for (int i = 0; i < F::kParts; ++i) parts[i] = F::widen(u, i);
   }
-  __device__ void combine(const Accumulator& other) {
-    O::template combine<F>(parts, other.parts);
-  }
+  __device__ void combine(const Accumulator& other) { O::template combine<F>(parts, other.parts); }
   __device__ Unit store() const {
     if constexpr (sizeof(Unit) == 16) {
       return {static_cast<u64>(__double_as_longlong(parts[0])),

@@ -197,8 +197,7 @@ __device__ void copy_as(const Job& job, u64 begin, u64 end) {
     for (int k = 0; k < kAhead; ++k) raw[k] = __ldcg(from + at + k * kThreads);
     for (int d = 0; d < job.ndst; ++d) {
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k)
-        reinterpret_cast<T*>(job.dst[d])[at + k * kThreads] = raw[k];
+      for (int k = 0; k < kAhead; ++k) reinterpret_cast<T*>(job.dst[d])[at + k * kThreads] = raw[k];
     }
   }
   for (; at < last; at += kThreads) {
@@ -226,14 +225,18 @@ __device__ __noinline__ void copy_job(const Job& job) {
 using ReduceJob = void (*)(const Job&, const Arithmetic&);
 __device__ ReduceJob reduce_job_of(const Reducer& reducer) {
   ReduceJob function = nullptr;
-  dispatch(reducer,
-           [&](auto accumulator) { function = &reduce_job<decltype(accumulator)>; });
+  dispatch(reducer, [&](auto accumulator) { function = &reduce_job<decltype(accumulator)>; });
   return function;
 }
 
 // ---- a strand -----------------------------------------------------------------------------------
 
+// Programs up to this long lie in shared memory: each look at device memory takes 0.7 µs.
+constexpr int kNearSteps = 96, kNearPieces = 160;
+
 struct Shared {
+  alignas(8) unsigned char steps[kNearSteps * sizeof(Step)];
+  alignas(8) unsigned char pieces[kNearPieces * sizeof(Piece)];
   Job job[2];
   u32 sent[kMaxRanks], received[kMaxRanks];
   bool leave;
@@ -247,22 +250,38 @@ class Strand {
         shared_(shared),
         epoch_(epoch),
         strand_(blockIdx.x),
-        channel_(blockIdx.x % call.channels),
-        lane_(blockIdx.x / call.channels),
-        reduce_(reduce_job_of(call.arithmetic.reducer)) {}
+        channel_(blockIdx.x % max(1, call.channels)),
+        lane_(blockIdx.x / max(1, call.channels)),
+        reduce_(reduce_job_of(call.arithmetic.reducer)),
+        steps_(call.steps + call.channel[channel_].first_step),
+        pieces_(call.pieces + call.channel[channel_].first_piece) {}
 
-  __device__ void run() {
+  // Brings what the strand works by near, while the ranks agree. The next __syncthreads() ends it.
+  __device__ void load() {
     const int q = threadIdx.x;
     if (q < world_.nranks) {
       const FifoControl& control = fifo_of(world_, world_.rank, q, strand_);
       shared_.sent[q] = control.sent;
       shared_.received[q] = control.received;
     }
-    __syncthreads();
-    const int begin = call_.channel_begin[channel_], end = call_.channel_begin[channel_ + 1];
+    const ChannelRange& range = call_.channel[channel_];
+    if (range.steps > kNearSteps || range.pieces > kNearPieces) return;
+    const u32* steps = reinterpret_cast<const u32*>(call_.steps + range.first_step);
+    const u32* pieces = reinterpret_cast<const u32*>(call_.pieces + range.first_piece);
+    for (int i = q; i < range.steps * int(sizeof(Step) / 4); i += kThreads)
+      reinterpret_cast<u32*>(shared_.steps)[i] = steps[i];
+    for (int i = q; i < range.pieces * int(sizeof(Piece) / 4); i += kThreads)
+      reinterpret_cast<u32*>(shared_.pieces)[i] = pieces[i];
+    steps_ = reinterpret_cast<const Step*>(shared_.steps);
+    pieces_ = reinterpret_cast<const Piece*>(shared_.pieces);
+  }
+
+  __device__ void run() {
+    const int q = threadIdx.x;
+    const int steps = call_.channel[channel_].steps;
     bool whole = true;
     for (u64 s = lane_; whole && s < call_.layout.segments; s += call_.lanes)
-      for (int i = begin; whole && i < end; ++i) whole = run_step(i, s);
+      for (int i = 0; whole && i < steps; ++i) whole = run_step(i, s);
     __syncthreads();
     if (q < world_.nranks) {
       FifoControl& control = fifo_of(world_, world_.rank, q, strand_);
@@ -273,7 +292,7 @@ class Strand {
 
  private:
   __device__ bool run_step(int number, u64 s) {
-    const Step& step = call_.steps[number];
+    const Step& step = steps_[number];
     const bool receives = step.recv_peer >= 0, sends = step.send_peer >= 0;
     const bool combines = step.kind == StepKind::combine;
     const int jobs = combines ? 1 : step.npieces;
@@ -301,13 +320,14 @@ class Strand {
     if (threadIdx.x == 0) {
       if (sends) {
         const u32 message = ++shared_.sent[step.send_peer];
-        store_release(&fifo_of(world_, step.send_peer, world_.rank, strand_)
-                           .filled[(message - 1) % kDepth],
-                      message);
+        store_release(
+            &fifo_of(world_, step.send_peer, world_.rank, strand_).filled[(message - 1) % kDepth],
+            message);
       }
       if (receives) {
         const u32 taken = ++shared_.received[step.recv_peer];
-        store_release(&fifo_of(world_, step.recv_peer, world_.rank, strand_).released, taken);
+        // Relaxed: what was read has been used, or the stores before the barrier had not issued.
+        store_relaxed(&fifo_of(world_, step.recv_peer, world_.rank, strand_).released, taken);
       }
     }
     return true;
@@ -363,7 +383,7 @@ class Strand {
 
   // The job of a piece; of a combine step: of all its pieces. One thread.
   __device__ void prepare(Job& job, const Step& step, int number, u64 s, u64 at) const {
-    const Piece& piece = call_.pieces[number];
+    const Piece& piece = pieces_[number];
     job.nsrc = job.ndst = 0;
     job.scaled = 0;
     job.divisor = piece.complete ? call_.arithmetic.divisor : 1;
@@ -391,14 +411,13 @@ class Strand {
         if (job.scaled == 0 && kept == job.src[0]) job.bytes = 0;
         break;
       case StepKind::combine:
-        for (int i = 0; i < step.npieces; ++i) add_source(job, call_.pieces[number + i], s);
+        for (int i = 0; i < step.npieces; ++i) add_source(job, pieces_[number + i], s);
         break;
     }
     if (kept != nullptr) job.dst[job.ndst++] = kept;
     if (step.send_peer >= 0)
-      job.dst[job.ndst++] = slot_of(world_, step.send_peer, world_.rank, strand_,
-                                    shared_.sent[step.send_peer]) +
-                            at;
+      job.dst[job.ndst++] =
+          slot_of(world_, step.send_peer, world_.rank, strand_, shared_.sent[step.send_peer]) + at;
   }
 
   const PlanCall& call_;
@@ -407,34 +426,36 @@ class Strand {
   u64 epoch_;
   int strand_, channel_, lane_;
   ReduceJob reduce_;
+  const Step* steps_;    // of the channel
+  const Piece* pieces_;  // of the channel: steps count from the first of these
   u32 turn_ = 0;
 };
 
 // All blocks wait until all ranks are in this call; false if a rank is in another one.
-__device__ bool agree(const DeviceWorld& world, const CallHead& head, u64 epoch) {
-  bool failed = has_left(world, epoch);
+__device__ bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry) {
+  const u64 epoch = entry.epoch;
+  bool failed = has_left(world, entry);
   const int q = threadIdx.x;
   if (q < world.nranks && q != world.rank && !failed) {
     if (blockIdx.x == 0) announce(world, head, epoch, q);
     const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][q].word;
     const Waiting what{Phase::arrival, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
-    failed = !wait_until(world, what,
-                         [&](u64& seen) {
-                           const u64 now = load_acquire(word);
-                           seen = now >> 32;
-                           return u32(seen) == u32(epoch);
-                         }) ||
-             disagrees(world, head, epoch, q);
+    failed = !wait_until(world, what, [&](u64& seen) {
+      const u64 now = load_acquire(word);
+      seen = now >> 32;
+      return u32(seen) == u32(epoch);
+    }) || disagrees(world, head, epoch, q);
   }
   return __syncthreads_or(failed) == 0;
 }
 
 __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant__ PlanCall call) {
   __shared__ Shared shared;
-  const u64 epoch = next_epoch(call.world);
-  if (agree(call.world, call.head, epoch) && call.channels > 0)
-    Strand(call, epoch, shared).run();
-  finish_call(call.world, epoch);
+  const Entry entry = enter(call.world);
+  Strand strand(call, entry.epoch, shared);
+  if (call.channels > 0) strand.load();
+  if (agree(call.world, call.head, entry) && call.channels > 0) strand.run();
+  finish_call(call.world, entry.epoch);
 }
 
 }  // namespace

@@ -5,7 +5,8 @@
 namespace collectives::device {
 namespace {
 
-__global__ void probe_kernel(const __grid_constant__ DeviceWorld world, const u64* tokens, u32* wrong) {
+__global__ void probe_kernel(const __grid_constant__ DeviceWorld world, const u64* tokens,
+                             u32* wrong) {
   const int q = threadIdx.x;
   if (q >= world.nranks) return;
   State& there = state_of(world, q);

@@ -40,6 +40,9 @@ __device__ inline u32 load_relaxed(const u32* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ inline void store_relaxed(u32* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ inline void store_relaxed(u64* p, u64 v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -124,16 +127,33 @@ __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& w
     if (q != w.rank) store_release(&state_of(w, q).poison, word);
 }
 
-// Has this rank, or a peer, given up in an earlier call? Looked at once when a kernel starts.
-__device__ inline bool has_left(const DeviceWorld& w, u64 epoch) {
+// What every block reads first: the number of this call, and whether this rank or a peer gave up
+// in an earlier one. The last block of a call advances the epoch only after all have read it.
+struct Entry {
+  u64 epoch;
+  u32 left, poison;
+};
+__device__ inline Entry enter(const DeviceWorld& w) {
   const State& own = state_of(w, w.rank);
-  if (load_relaxed(&own.left) != 0) return true;
-  const u32 poison = load_relaxed(&own.poison);
-  if (poison == 0) return false;
+  Entry entry;  // three loads in flight at once: each alone takes 0.7 µs
+  asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(entry.epoch) : "l"(&own.epoch) : "memory");
+  entry.left = load_relaxed(&own.left);
+  entry.poison = load_relaxed(&own.poison);
+  entry.epoch += 1;
+  return entry;
+}
+// True if there is nothing to be done any more; the host is told why.
+__device__ inline bool has_left(const DeviceWorld& w, const Entry& entry) {
+  if ((entry.left | entry.poison) == 0) return false;
+  if (entry.left != 0) return true;
+  const u64 epoch = entry.epoch;
+  const u32 poison = entry.poison;
   const Waiting what{Phase::none, static_cast<int>(poison & 0xffff) - 1, -1, -1, -1, epoch, epoch};
   give_up(w, Leave::peer_left, what, poison >> 16, 0);
   return true;
 }
+
+inline constexpr u64 kAskHostAfterNs = 1'000'000;
 
 // The slow look around of a wait; true if it must end.
 __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64 since, u64 seen) {
@@ -146,7 +166,11 @@ __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64
     give_up(w, Leave::peer_left, from, poison >> 16, waited);
     return true;
   }
-  if (*static_cast<volatile u32*>(&w.control->abort) != 0) {
+  // The host's word is behind PCIe, where thousands of readers would queue up for 200 µs and, with
+  // the peers waiting for them in turn, never catch up again.
+  const bool asks = waited > kAskHostAfterNs && __ffs(static_cast<int>(__activemask())) - 1 ==
+                                                    static_cast<int>(threadIdx.x & 31);
+  if (asks && *static_cast<volatile u32*>(&w.control->abort) != 0) {
     give_up(w, Leave::aborted, what, seen, waited);
     return true;
   }
@@ -163,7 +187,8 @@ inline constexpr int kPolls = 64;
 // Polls `ready(seen)` until it is true; false if the rank gave up. `slow()` runs with each look
 // around and may end the wait too, by returning true after give_up().
 template <class Ready, class Slow>
-__device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready, Slow slow) {
+__device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready,
+                                  Slow slow) {
   u64 seen = 0;
   if (ready(seen)) return true;
   const u64 since = clock_ns();
@@ -182,12 +207,13 @@ __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Rea
 
 __device__ inline u64 arrival_word(u64 epoch, u32 hash) { return (epoch << 32) | hash; }
 
-// Tells `peer` that this rank is in call `epoch`. What the arrival says is there with its word.
+// Tells `peer` that this rank is in call `epoch`. Relaxed, since no data come with it: a release
+// would add a crossing of the link. What the arrival says of itself, for messages, may come late.
 __device__ inline void announce(const DeviceWorld& w, const CallHead& head, u64 epoch, int peer) {
   Arrival& there = state_of(w, peer).arrivals[epoch & 1][w.rank];
   store_relaxed(&there.signature[0], head.count);
   store_relaxed(&there.signature[1], head.signature_word);
-  store_release(&there.word, arrival_word(epoch, head.hash));
+  store_relaxed(&there.word, arrival_word(epoch, head.hash));
 }
 
 // True (after give_up) if `peer` has arrived at this call's number with another signature.
@@ -198,12 +224,6 @@ __device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64
   const Waiting what{Phase::arrival, peer, -1, -1, -1, epoch, head.hash};
   give_up(w, Leave::mismatch, what, u32(word), 0, &here);
   return true;
-}
-
-// The number of this call. Every block reads it before the last block of the call advances it: a
-// block counts as finished only after finish().
-__device__ inline u64 next_epoch(const DeviceWorld& w) {
-  return *static_cast<volatile u64*>(&state_of(w, w.rank).epoch) + 1;
 }
 
 // All threads of all blocks call this last. The last block advances the epoch: calls of one rank

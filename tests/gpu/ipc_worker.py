@@ -2,9 +2,10 @@
 
 import sys
 
-import collectives as cc
 from cases import Case, check, registry
 from on_device import OnDevice
+
+import collectives as cc
 
 
 def main() -> None:

@@ -1,0 +1,73 @@
+#include "cuda_record.hpp"
+
+#include "errors.hpp"
+#include "region.hpp"
+
+namespace collectives::device {
+
+void raise_record(const Record& r, int rank, const std::string& last_call,
+                  const std::string& abort_reason) {
+  const auto leave = static_cast<Leave>(r.leave);
+  std::string text = "on the GPU, in call " + std::to_string(r.epoch) + " of rank " +
+                     std::to_string(rank) + " (the last was " + last_call + "): ";
+  const std::string peer = "rank " + std::to_string(r.peer);
+  if (leave == Leave::mismatch) {
+    const u64 word = r.theirs[1];
+    Signature his;
+    his.count = r.theirs[0];
+    his.collective = word & 0xff;
+    his.dtype = word >> 8 & 0xff;
+    his.op = word >> 16 & 0xff;
+    his.order = word >> 24 & 0xff;
+    his.root = static_cast<std::int32_t>(word >> 32 & 0xffff);
+    throw Error(ErrorKind::mismatch,
+                text + peer + " is in another call: " + his.describe() +
+                    (word >> 48 != 0 ? ", algorithm no. " + std::to_string(word >> 48) : "") +
+                    ". Nothing of this call was written; the communicator cannot be used further");
+  }
+  std::string where;
+  switch (static_cast<Phase>(r.phase)) {
+    case Phase::arrival:
+      where = peer + " to enter the call";
+      break;
+    case Phase::message:
+      where = "a message from " + peer;
+      break;
+    case Phase::slot:
+      where = "a free slot at " + peer;
+      break;
+    case Phase::packet:
+      where = "packets from " + peer;
+      break;
+    case Phase::none:
+      where = peer;
+      break;
+  }
+  if (r.strand >= 0) where += ", strand " + std::to_string(r.strand);
+  if (r.step >= 0)
+    where += ", step " + std::to_string(r.step) + ", round " + std::to_string(r.round) +
+             ", segment " + std::to_string(r.expected);
+  else
+    where += ", seen " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected);
+  switch (leave) {
+    case Leave::deadline:
+      throw Error(ErrorKind::deadline, text + "waited " + std::to_string(r.waited_ns / 1000000) +
+                                           " ms" + " for " + where +
+                                           ". It died, is late, or calls with arrays on the host");
+    case Leave::peer_left: {
+      const auto his = static_cast<Leave>(r.seen);
+      const bool disagree = his == Leave::mismatch;
+      throw Error(disagree ? ErrorKind::mismatch
+                           : (his == Leave::aborted ? ErrorKind::aborted : ErrorKind::deadline),
+                  text + peer + " gave up" +
+                      (disagree ? ": the ranks are in different calls"
+                                : (his == Leave::aborted ? ": it was aborted"
+                                                         : ": a wait there ran out of time")));
+    }
+    default:
+      throw Error(ErrorKind::aborted,
+                  text + "aborted while it waited for " + where + ": " + abort_reason);
+  }
+}
+
+}  // namespace collectives::device
