@@ -217,7 +217,7 @@ def results(tmp_path):
             "command": command,
             "date": "2000-01-01T00:00:00+00:00",
         }
-        (tmp_path / f"{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
+        (tmp_path / f"host-{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
         return script.load(tmp_path)
 
     return script, write
