@@ -29,8 +29,7 @@ using namespace collectives;
 
 namespace {
 
-// ---- calls
-// -------------------------------------------------------------------------------------------------------------
+// ---- calls ------------------------------------------------------------------------------------
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
@@ -45,8 +44,7 @@ py::tuple make_caller(const CommunicatorPtr& comm,
   return py::tuple(functions);
 }
 
-// ---- schedules
-// ---------------------------------------------------------------------------------------------------------
+// ---- schedules --------------------------------------------------------------------------------
 
 using TransferTuple = std::tuple<int, int, int, bool, int>;
 
@@ -102,8 +100,7 @@ py::list lowered_steps(const Schedule& s, int rank, const std::string& order) {
   return channels;
 }
 
-// ---- timing
-// ------------------------------------------------------------------------------------------------------------
+// ---- timing -----------------------------------------------------------------------------------
 
 std::vector<std::pair<std::uint64_t, std::uint64_t>> pairs_of(const std::vector<Stamp>& stamps) {
   std::vector<std::pair<std::uint64_t, std::uint64_t>> v;

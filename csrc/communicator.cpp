@@ -20,21 +20,10 @@ using std::chrono::duration;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-// FIFO channels: programs use 0 .. kProgramChannels - 1.
-constexpr int kProgramChannels = 8;
-constexpr int kControlChannel = 8;
-constexpr int kPointToPointChannel = 9;
-
-// The abort word: 1 + the local rank that gave up, the kind of its error, and a mark while its
-// reason is being written.
-constexpr std::uint32_t kUnfinished = 0x80000000u;
-constexpr int kKindShift = 16;
-
 // What programs may count on; every transport holds at least as many messages (checked below).
 // Fixed, because all ranks must lower alike.
 constexpr int kFifoDepth = 4;
 
-constexpr milliseconds kPollPeersEvery{20};
 constexpr std::size_t kMaxPlans = 512;
 
 // Marks the communicator as in use by one thread; a second one is refused rather than interleaved.
@@ -67,8 +56,7 @@ std::function<void*()> Communicator::on_enter_slow;
 std::function<void(void*)> Communicator::on_leave_slow;
 std::function<void(void*&)> Communicator::on_tick;
 
-// ---- work
-// --------------------------------------------------------------------------------------------------------------
+// ---- work -------------------------------------------------------------------------------------
 
 bool Work::done() const {
   std::lock_guard lock(mutex_);
@@ -96,23 +84,7 @@ void Work::finish(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-// ---- life
-// --------------------------------------------------------------------------------------------------------------
-
-struct Communicator::Mapping {
-  std::uint64_t id = 0;
-  std::size_t bytes = 0;
-  int fd = -1;
-  std::uint64_t cookie = 0;
-  std::byte* own = nullptr;
-  std::vector<std::byte*> mapped;  // peers' parts that this process mapped
-
-  ~Mapping() {
-    for (std::byte* p : mapped) munmap(p, bytes);
-    if (own != nullptr) munmap(own, bytes);
-    if (fd >= 0) ::close(fd);
-  }
-};
+// ---- life -------------------------------------------------------------------------------------
 
 Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config)) {
   const int n = config_.nranks;
@@ -193,31 +165,6 @@ void Communicator::close() {
   }
 }
 
-void Communicator::abort(const std::string& reason) {
-  give_up("aborted: " + reason);
-  aborted_ = true;
-  tell_peers(ErrorKind::aborted, reason);
-}
-
-// Tells all ranks, once, that this one leaves the common path, and why: their waits end at once
-// with the same kind of error.
-void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept {
-  const std::string whole = "rank " + std::to_string(config_.rank) + " gave up: " + text;
-  if (config_.region) {
-    const std::uint32_t word =
-        (1 + config_.local_of[config_.rank]) | static_cast<std::uint32_t>(kind) << kKindShift;
-    std::uint32_t nobody = 0;
-    auto& shared = config_.region->abort_word();
-    if (shared.compare_exchange_strong(nobody, word | kUnfinished)) {
-      std::strncpy(config_.region->abort_reason(), whole.c_str(), Region::kAbortReason - 1);
-      shared.store(word, std::memory_order_release);  // publishes the reason
-    }
-    for (int q = 0; q < config_.region->shape().nranks; ++q)
-      config_.region->rank(q).doorbell.wake();
-  }
-  if (config_.mpi) config_.mpi->poison(whole);
-}
-
 std::string Communicator::transports() const {
   std::string s = shm_ ? std::string{shm_->name()} : "";
   if (config_.mpi) s += s.empty() ? "mpi" : "+mpi";
@@ -231,130 +178,7 @@ void Communicator::check_open() const {
                 "this communicator cannot be used any more: " + broken_reason());
 }
 
-void Communicator::fail(ErrorKind kind, const std::string& text) {
-  give_up(text);
-  tell_peers(kind, text);
-  throw Error(kind, text);
-}
-
-std::string Communicator::broken_reason() const {
-  std::lock_guard lock(reason_mutex_);
-  return broken_reason_;
-}
-
-// ---- looking around while waiting
-// -------------------------------------------------------------------------------------
-
-namespace {
-thread_local void* slow_token = nullptr;
-}
-
-void Communicator::enter_slow() {
-  if (on_enter_slow) slow_token = on_enter_slow();
-}
-
-void Communicator::leave_slow() {
-  if (on_leave_slow) on_leave_slow(slow_token);
-  slow_token = nullptr;
-}
-
-void Communicator::check(const Where& where, steady_clock::time_point since) {
-  if (gate_) gate_->look_around();
-  check_peers(where, since);
-}
-
-// True if a rank of the region has given up.
-bool Communicator::told_to_stop() const {
-  if (!config_.region) return false;
-  const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
-  return word != 0 && (word & kUnfinished) == 0;
-}
-
-void Communicator::raise_told(const std::string& doing) {
-  const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
-  const std::string text = config_.region->abort_reason() + (" (" + doing + ")");
-  give_up(text);
-  // A death is a death for everybody; other reasons are the other rank's own.
-  const auto kind = static_cast<ErrorKind>(word >> kKindShift);
-  throw Error(kind == ErrorKind::peer_died ? kind : ErrorKind::aborted, text);
-}
-
-void Communicator::check_peers(const Where& where, steady_clock::time_point since) {
-  const auto now = steady_clock::now();
-  const auto place = [&] {
-    std::string s = "rank " + std::to_string(config_.rank) + " waits for " + where.phase;
-    if (where.peer >= 0) s += " of rank " + std::to_string(where.peer);
-    if (where.channel >= 0) s += ", channel " + std::to_string(where.channel);
-    if (where.step >= 0) s += ", step " + std::to_string(where.step);
-    if (where.round >= 0) s += " (round " + std::to_string(where.round) + ")";
-    if (where.expected != 0)
-      s += ", epoch expected " + std::to_string(where.expected) + ", seen " +
-           std::to_string(where.seen);
-    return s;
-  };
-  if (aborted_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
-  if (told_to_stop()) raise_told(place());
-  if (config_.mpi) {
-    std::string text;
-    int peer = -1;
-    if (config_.mpi->poisoned(&text, &peer)) fail(ErrorKind::aborted, text + " (" + place() + ")");
-  }
-  const double waited = duration<double>(now - since).count();
-  if (waited > config_.timeout_s) {
-    const std::string text =
-        "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
-        ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
-    fail(ErrorKind::deadline, text);
-  }
-  std::unique_lock lock(poll_mutex_);
-  if (now - last_poll_ < kPollPeersEvery) return;
-  last_poll_ = now;
-  lock.unlock();
-  if (on_tick) on_tick(slow_token);
-  lock.lock();
-  if (!config_.region) return;
-  const int n = config_.region->shape().nranks, me = config_.local_of[config_.rank];
-  if (pidfds_.empty() && !config_.threads) {
-    pidfds_.assign(n, -1);
-    for (int q = 0; q < n; ++q) {
-      const int process = config_.region->rank(q).process.load(std::memory_order_acquire);
-      if (q != me && process > 0)
-        pidfds_[q] = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
-    }
-  }
-  for (int q = 0; q < n; ++q) {
-    if (q == me) continue;
-    RankArea& his = config_.region->rank(q);
-    const auto state = static_cast<RankState>(his.state.load(std::memory_order_acquire));
-    const std::string name = "rank " + std::to_string(numbers_[q]);
-    if (state == RankState::closed) {
-      // What it did before it closed is visible by now; only the second look can conclude that
-      // nothing more will come.
-      if (where.peer == numbers_[q] && ++closed_seen_ > 2)
-        fail(ErrorKind::closed, name + " has closed the communicator while " + place());
-      continue;
-    }
-    bool dead = state == RankState::dead;
-    if (!dead && !config_.threads && q < static_cast<int>(pidfds_.size())) {
-      const int process = his.process.load(std::memory_order_relaxed);
-      if (pidfds_[q] >= 0) {
-        pollfd p{pidfds_[q], POLLIN, 0};
-        dead = poll(&p, 1, 0) == 1;
-      } else if (process > 0) {
-        dead = kill(process, 0) != 0 && errno == ESRCH;
-      }
-    }
-    if (dead) {
-      his.state.store(static_cast<std::uint32_t>(RankState::dead), std::memory_order_release);
-      fail(ErrorKind::peer_died,
-           name + (config_.threads ? "" : " (process " + std::to_string(his.process.load()) + ")") +
-               " died while " + place());
-    }
-  }
-}
-
-// ---- calls
-// -------------------------------------------------------------------------------------------------------------
+// ---- calls ------------------------------------------------------------------------------------
 
 int Communicator::intern(const std::string& algorithm) {
   const auto at = std::find(names_.begin(), names_.end(), algorithm);
@@ -468,21 +292,6 @@ void Communicator::dispatch(const Call& call, const Options& options) {
     leave_path(ErrorKind::aborted, error.what());
     throw;
   }
-}
-
-// A call ended half-way: the ranks are out of step.
-void Communicator::leave_path(ErrorKind kind, const std::string& text) {
-  if (broken_) return;  // told already
-  give_up(text);
-  tell_peers(kind, text);
-}
-
-// The ranks are no longer in the same state: later calls raise.
-void Communicator::give_up(const std::string& reason) {
-  std::lock_guard lock(reason_mutex_);
-  if (broken_) return;
-  broken_reason_ = reason;
-  broken_ = true;
 }
 
 void Communicator::run_alone(const Call& call, const Options&) {
@@ -657,8 +466,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
   }
 }
 
-// ---- asynchronous
-// ------------------------------------------------------------------------------------------------------
+// ---- asynchronous -----------------------------------------------------------------------------
 
 std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
@@ -707,127 +515,6 @@ void Communicator::worker() {
     if (stop_) return;
     if (!moved && !idle) queue_changed_.wait_for(lock, std::chrono::microseconds(50));
   }
-}
-
-// ---- point to point
-// ----------------------------------------------------------------------------------------------------
-
-PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
-                                       std::size_t bytes, bool background) {
-  check_open();
-  auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
-  if (background && !p2p_->done(t)) {
-    std::lock_guard lock(queue_mutex_);
-    background_p2p_ = true;
-    wake_worker();
-  }
-  return t;
-}
-
-PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
-                                       std::size_t bytes, bool background) {
-  check_open();
-  auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
-  if (background && !p2p_->done(t)) {
-    std::lock_guard lock(queue_mutex_);
-    background_p2p_ = true;
-    wake_worker();
-  }
-  return t;
-}
-
-void Communicator::wait(const std::vector<PostedTransfer>& posted) {
-  for (const PostedTransfer& t : posted) {
-    const auto where = [&] {
-      Where w;
-      w.phase = t->source != nullptr ? "room for a message" : "a message";
-      w.peer = t->peer;
-      w.channel = kPointToPointChannel;
-      return w;
-    };
-    p2p_waiter_->until(
-        [&] {
-          p2p_->progress();
-          return p2p_->done(t);
-        },
-        where);
-    if (t->peer != config_.rank && t->target == nullptr &&
-        links_.to[t->peer] == config_.mpi.get() && config_.mpi) {
-      SendPort& port = config_.mpi->send_port(t->peer, kPointToPointChannel);
-      p2p_waiter_->until(
-          [&] {
-            config_.mpi->progress();
-            return port.flushed();
-          },
-          where);
-    }
-  }
-  for (const PostedTransfer& t : posted)
-    if (t->error) std::rethrow_exception(t->error);
-}
-
-// ---- symmetric memory
-// --------------------------------------------------------------------------------------------------
-
-std::string Communicator::make_segment(std::size_t bytes) {
-  check_open();
-  auto mapping = std::make_shared<Mapping>();
-  mapping->bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
-  const bool shared = !config_.threads && config_.nranks > 1;
-  if (shared) mapping->fd = make_memfd("collectives-symmetric", mapping->bytes);
-  void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE,
-                    shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, mapping->fd, 0);
-  if (base == MAP_FAILED)
-    throw Error(ErrorKind::system, "cannot map " + std::to_string(mapping->bytes) +
-                                       " bytes of symmetric memory: " + std::strerror(errno));
-  mapping->own = static_cast<std::byte*>(base);
-  mapping->cookie = random_cookie();
-  pending_segment_ = mapping;
-  if (shared) return memfd_handle(mapping->fd, mapping->cookie);
-  return std::to_string(reinterpret_cast<std::uintptr_t>(base));
-}
-
-std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes,
-                                      const std::vector<std::string>& handles) {
-  auto mapping = std::move(pending_segment_);
-  if (!mapping || mapping->bytes < bytes)
-    throw Error(ErrorKind::invalid, "open_segment without make_segment");
-  mapping->id = id;
-  if (direct_) {
-    SymmetricSegment segment;
-    segment.id = id;
-    segment.bytes = mapping->bytes;
-    segment.base.assign(numbers_.size(), nullptr);
-    for (std::size_t q = 0; q < numbers_.size(); ++q) {
-      if (numbers_[q] == config_.rank) {
-        segment.base[q] = mapping->own;
-      } else if (config_.threads) {
-        segment.base[q] = reinterpret_cast<std::byte*>(
-            static_cast<std::uintptr_t>(std::stoull(handles[numbers_[q]])));
-      } else {
-        std::uint64_t cookie = 0;
-        const int fd = open_memfd(handles[numbers_[q]], &cookie);
-        void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        ::close(fd);
-        if (base == MAP_FAILED)
-          throw Error(ErrorKind::system,
-                      std::string{"cannot map a peer's symmetric memory: "} + std::strerror(errno));
-        mapping->mapped.push_back(static_cast<std::byte*>(base));
-        segment.base[q] = static_cast<std::byte*>(base);
-      }
-    }
-    segments_.push_back(std::move(segment));
-  }
-  std::byte* own = mapping->own;
-  mappings_[id] = std::move(mapping);
-  return own;
-}
-
-void Communicator::release_segment(std::uint64_t id) {
-  segments_.erase(std::remove_if(segments_.begin(), segments_.end(),
-                                 [&](const SymmetricSegment& s) { return s.id == id; }),
-                  segments_.end());
-  mappings_.erase(id);
 }
 
 }  // namespace collectives

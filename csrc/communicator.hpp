@@ -116,6 +116,11 @@ class Communicator : public Watch {
   static std::function<void(void*&)> on_tick;
 
  private:
+  // FIFO channels: programs use 0 .. kProgramChannels - 1.
+  static constexpr int kProgramChannels = 8;
+  static constexpr int kControlChannel = 8;
+  static constexpr int kPointToPointChannel = 9;
+
   struct ProgramKey {
     int algorithm;
     Collective collective;

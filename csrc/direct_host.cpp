@@ -1,8 +1,5 @@
 #include "direct_host.hpp"
 
-#include <errno.h>
-#include <sys/uio.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -10,10 +7,6 @@
 
 namespace collectives {
 namespace {
-
-constexpr std::size_t kLineSize = 64;
-
-std::size_t round_up(std::size_t x, std::size_t to) { return (x + to - 1) / to * to; }
 
 // Bytes [from, from + limit) of a part that is `bytes` long: how many there are.
 std::size_t clamped(std::size_t bytes, std::size_t from, std::size_t limit) {
@@ -90,16 +83,6 @@ void DirectHost::combine(std::byte* const* outs, int nouts, const std::byte* con
           reinterpret_cast<const void* const*>(operands), nops, count, finish);
 }
 
-std::uint64_t DirectHost::token_of(const void* p, std::size_t bytes,
-                                   const std::vector<SymmetricSegment>& segments) const {
-  const auto* at = static_cast<const std::byte*>(p);
-  for (const SymmetricSegment& s : segments) {
-    if (at >= s.base[me_] && at + bytes <= s.base[me_] + s.bytes)
-      return (s.id << 40) + static_cast<std::uint64_t>(at - s.base[me_]) + 1;
-  }
-  return 0;
-}
-
 std::size_t DirectHost::largest_message() const {
   const Call& call = *call_;
   std::uint64_t longest = 0;
@@ -122,64 +105,6 @@ std::size_t DirectHost::largest_message() const {
       break;
   }
   return longest * element_;
-}
-
-DirectHost::Tokens DirectHost::tokens(const std::vector<SymmetricSegment>& segments) const {
-  const Call& call = *call_;
-  const std::size_t e = element_;
-  Tokens t;
-  if (call.collective == Collective::all_to_all && call.in.is_table()) {
-    // Sizes are known pair by pair: the announcement carries the longest block, so that all cut
-    // alike.
-    t.amount = std::max(call.in.longest(n_), call.out.longest(n_)) * e;
-    return t;
-  }
-  const std::size_t size = largest_message();
-  if (shared_addresses_ && size >= tuning_.symmetric_min) {
-    t.token = kAddresses;
-    return t;
-  }
-  if (!segments.empty() && size >= tuning_.symmetric_min) t = symmetric_tokens(segments);
-  if (t.token == 0 && can_pull_ && !reduces(call.collective)) {
-    const bool same = call.collective == Collective::broadcast ||
-                      call.collective == Collective::all_gather ||
-                      call.collective == Collective::gather;
-    const std::size_t total =
-        same && call.collective != Collective::broadcast ? call.out.total(n_) * element_ : size;
-    if (total >= (same ? tuning_.pull_shared_min : tuning_.pull_split_min)) t.token = kPull;
-  }
-  return t;
-}
-
-DirectHost::Tokens DirectHost::symmetric_tokens(
-    const std::vector<SymmetricSegment>& segments) const {
-  const Call& call = *call_;
-  const std::size_t e = element_;
-  Tokens t;
-  switch (call.collective) {
-    case Collective::all_reduce:
-      t.token = token_of(call.input, call.count * e, segments);
-      t.amount = t.token == 0 ? 0 : token_of(call.output, call.count * e, segments);
-      if (t.amount == 0) t.token = 0;
-      break;
-    case Collective::reduce:
-    case Collective::broadcast:
-      t.token = token_of(call.input, call.count * e, segments);
-      break;
-    case Collective::all_gather:
-      t.amount = call.input == call.output + call.out.offset(me_) * e;
-      t.token = t.amount ? token_of(call.output, call.out.total(n_) * e, segments)
-                         : token_of(call.input, call.out.length(me_) * e, segments);
-      break;
-    case Collective::reduce_scatter:
-    case Collective::all_to_all:
-      t.token = token_of(call.input, call.in.total(n_) * e, segments);
-      break;
-    default:
-      break;
-  }
-  if (t.token == 0) t.amount = 0;
-  return t;
 }
 
 void DirectHost::run(const Call& call, bool two_shot, const Signature& signature,
@@ -251,8 +176,7 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
   if (nontemporal_) store_fence();
 }
 
-// ---- lines
-// -------------------------------------------------------------------------------------------------------------
+// ---- lines ------------------------------------------------------------------------------------
 
 void DirectHost::lines(std::uint64_t hash) {
   const Call& call = *call_;
@@ -372,8 +296,7 @@ const std::byte* DirectHost::read_lines(int q, std::size_t offset, std::size_t b
   return gathered;
 }
 
-// ---- staged
-// ------------------------------------------------------------------------------------------------------------
+// ---- staged -----------------------------------------------------------------------------------
 
 // Does rank q put data into its staging slots in this call?
 bool DirectHost::publishes(int q) const {
@@ -570,114 +493,6 @@ void DirectHost::two_phase(std::uint64_t chunks) {
   copy_out(chunks - 1);
   chunks_ += chunks;
   results_ += chunks;
-}
-
-// ---- without staging
-// ---------------------------------------------------------------------------------------------------
-
-// Copies from rank q's memory: mapped here, or of another process.
-void DirectHost::fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull) {
-  if (bytes == 0 || to == from) return;
-  if (!pull || q == me_) return copy_bytes(to, from, bytes, nontemporal_);
-  while (bytes != 0) {
-    const iovec local{to, bytes}, remote{const_cast<std::byte*>(from), bytes};
-    const ssize_t got =
-        process_vm_readv(area(q).process.load(std::memory_order_relaxed), &local, 1, &remote, 1, 0);
-    if (got <= 0)
-      throw Error(errno == ESRCH ? ErrorKind::peer_died : ErrorKind::system,
-                  "cannot read the memory of " + gate_.name(q) + ": " + std::strerror(errno));
-    to += got;
-    from += got;
-    bytes -= static_cast<std::size_t>(got);
-  }
-}
-
-// Works on the peers' arrays themselves: symmetric ones, those of threads of this process, or, for
-// movements, by reading another process's memory. Reductions give each rank a share, which it
-// reduces and writes to all.
-void DirectHost::in_place_of_peers(const std::vector<SymmetricSegment>& segments,
-                                   const Tokens& tokens) {
-  const Call& call = *call_;
-  const bool pull = tokens.token == kPull;
-  const std::byte* inputs[kMaxLocal];
-  std::byte* outputs[kMaxLocal];
-  const auto at = [&](std::uint64_t t, int q) {
-    for (const SymmetricSegment& s : segments)
-      if (s.id == t >> 40) return s.base[q] + ((t & ((std::uint64_t{1} << 40) - 1)) - 1);
-    return static_cast<std::byte*>(nullptr);
-  };
-  for (int q = 0; q < n_; ++q) {
-    if (tokens.token == kAddresses || pull) {
-      inputs[q] = gate_.arrival(q).input;
-      outputs[q] = gate_.arrival(q).output;
-    } else {
-      const bool own_block = call.collective == Collective::all_gather && tokens.amount != 0;
-      inputs[q] = at(tokens.token, q) + (own_block ? call.out.offset(q) * element_ : 0);
-      outputs[q] = call.collective == Collective::all_reduce ? at(tokens.amount, q) : nullptr;
-    }
-  }
-  const std::size_t bytes = largest_message();
-  nontemporal_ = call.input != call.output && bytes >= tuning_.nontemporal_min;
-  const std::byte* operands[kMaxLocal];
-  std::byte* outs[kMaxLocal];
-  switch (call.collective) {
-    case Collective::all_reduce: {
-      const std::size_t each = round_up((bytes + n_ - 1) / n_, kLineSize);
-      const std::size_t begin = std::min(bytes, each * me_);
-      const std::size_t part = std::min(bytes, begin + each) - begin;
-      for (int q = 0; q < n_; ++q) {
-        operands[q] = inputs[q] + begin;
-        outs[q] = outputs[(me_ + q) % n_] + begin;
-      }
-      if (part != 0) combine(outs, n_, operands, n_, part / element_, nontemporal_);
-      break;
-    }
-    case Collective::reduce:
-      for (int q = 0; q < n_; ++q) operands[q] = inputs[q];
-      outs[0] = call.output;
-      if (me_ == call.root) combine(outs, 1, operands, n_, call.count, nontemporal_);
-      break;
-    case Collective::reduce_scatter:
-      for (int q = 0; q < n_; ++q) operands[q] = inputs[q] + call.in.offset(me_) * element_;
-      outs[0] = call.output;
-      if (call.in.length(me_) != 0)
-        combine(outs, 1, operands, n_, call.in.length(me_), nontemporal_);
-      break;
-    case Collective::broadcast:
-      fetch(call.root, call.output, inputs[call.root], bytes, pull);
-      break;
-    case Collective::scatter:
-      fetch(call.root, call.output, inputs[call.root] + call.in.offset(me_) * element_,
-            call.in.length(me_) * element_, pull);
-      break;
-    case Collective::gather:
-      if (me_ != call.root) break;
-      [[fallthrough]];
-    case Collective::all_gather:
-      for (int d = 0; d < n_; ++d) {
-        const int q = (me_ + d) % n_;
-        fetch(q, call.output + call.out.offset(q) * element_, inputs[q],
-              call.out.length(q) * element_, pull);
-      }
-      break;
-    case Collective::all_to_all:
-      for (int d = 0; d < n_; ++d) {
-        const int q = (me_ + d) % n_;
-        fetch(q, call.output + call.out.offset(q) * element_,
-              inputs[q] + call.in.offset(me_) * element_, call.out.length(q) * element_, pull);
-      }
-      break;
-    default:
-      break;
-  }
-  if (nontemporal_) store_fence();
-  // Nobody leaves before all are done with everybody's arrays.
-  const std::uint64_t leaving = ++symmetric_calls_;
-  set(area(me_).left, leaving);
-  for (int d = 1; d < n_; ++d) {
-    const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
-    wait_counter(&RankArea::left, q, leaving, "the end of a call on symmetric arrays");
-  }
 }
 
 }  // namespace collectives

@@ -64,6 +64,10 @@ class DirectHost {
            const std::vector<SymmetricSegment>& segments);
 
  private:
+  static constexpr std::size_t kLineSize = 64;
+  static constexpr std::size_t round_up(std::size_t x, std::size_t to) {
+    return (x + to - 1) / to * to;
+  }
   static constexpr std::uint64_t kAddresses = 1,
                                  kPull = 2;  // tokens of symmetric memory are larger
 

@@ -12,8 +12,7 @@ namespace {
 
 constexpr const char* kCapsule = "collectives.caller";
 
-// ---- errors
-// ------------------------------------------------------------------------------------------------------------
+// ---- errors -----------------------------------------------------------------------------------
 
 const char* python_class(ErrorKind kind) {
   switch (kind) {
@@ -65,8 +64,7 @@ void set_error_from_exception() noexcept {
 
 namespace {
 
-// ---- the GIL during waits
-// ----------------------------------------------------------------------------------------------
+// ---- the GIL during waits ---------------------------------------------------------------------
 
 void* give_up_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
 void take_back_gil(void* state) {
@@ -81,8 +79,7 @@ void look_at_signals(void*& state) {
   state = PyEval_SaveThread();
 }
 
-// ---- calls
-// -------------------------------------------------------------------------------------------------------------
+// ---- calls ------------------------------------------------------------------------------------
 
 // Data above this are moved without the GIL: the time to give it up (about 0.1 us) no longer shows.
 constexpr std::size_t kHoldGilBelow = 32 << 10;

@@ -1,0 +1,148 @@
+// Sends and receives, and symmetric memory.
+#include <errno.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "communicator.hpp"
+#include "errors.hpp"
+
+namespace collectives {
+
+// ---- point to point ---------------------------------------------------------------------------
+
+PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
+                                       std::size_t bytes, bool background) {
+  check_open();
+  auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
+  if (background && !p2p_->done(t)) {
+    std::lock_guard lock(queue_mutex_);
+    background_p2p_ = true;
+    wake_worker();
+  }
+  return t;
+}
+
+PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
+                                       std::size_t bytes, bool background) {
+  check_open();
+  auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
+  if (background && !p2p_->done(t)) {
+    std::lock_guard lock(queue_mutex_);
+    background_p2p_ = true;
+    wake_worker();
+  }
+  return t;
+}
+
+void Communicator::wait(const std::vector<PostedTransfer>& posted) {
+  for (const PostedTransfer& t : posted) {
+    const auto where = [&] {
+      Where w;
+      w.phase = t->source != nullptr ? "room for a message" : "a message";
+      w.peer = t->peer;
+      w.channel = kPointToPointChannel;
+      return w;
+    };
+    p2p_waiter_->until(
+        [&] {
+          p2p_->progress();
+          return p2p_->done(t);
+        },
+        where);
+    if (t->peer != config_.rank && t->target == nullptr &&
+        links_.to[t->peer] == config_.mpi.get() && config_.mpi) {
+      SendPort& port = config_.mpi->send_port(t->peer, kPointToPointChannel);
+      p2p_waiter_->until(
+          [&] {
+            config_.mpi->progress();
+            return port.flushed();
+          },
+          where);
+    }
+  }
+  for (const PostedTransfer& t : posted)
+    if (t->error) std::rethrow_exception(t->error);
+}
+
+// ---- symmetric memory -------------------------------------------------------------------------
+
+struct Communicator::Mapping {
+  std::uint64_t id = 0;
+  std::size_t bytes = 0;
+  int fd = -1;
+  std::uint64_t cookie = 0;
+  std::byte* own = nullptr;
+  std::vector<std::byte*> mapped;  // peers' parts that this process mapped
+
+  ~Mapping() {
+    for (std::byte* p : mapped) munmap(p, bytes);
+    if (own != nullptr) munmap(own, bytes);
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+std::string Communicator::make_segment(std::size_t bytes) {
+  check_open();
+  auto mapping = std::make_shared<Mapping>();
+  mapping->bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
+  const bool shared = !config_.threads && config_.nranks > 1;
+  if (shared) mapping->fd = make_memfd("collectives-symmetric", mapping->bytes);
+  void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE,
+                    shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, mapping->fd, 0);
+  if (base == MAP_FAILED)
+    throw Error(ErrorKind::system, "cannot map " + std::to_string(mapping->bytes) +
+                                       " bytes of symmetric memory: " + std::strerror(errno));
+  mapping->own = static_cast<std::byte*>(base);
+  mapping->cookie = random_cookie();
+  pending_segment_ = mapping;
+  if (shared) return memfd_handle(mapping->fd, mapping->cookie);
+  return std::to_string(reinterpret_cast<std::uintptr_t>(base));
+}
+
+std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes,
+                                      const std::vector<std::string>& handles) {
+  auto mapping = std::move(pending_segment_);
+  if (!mapping || mapping->bytes < bytes)
+    throw Error(ErrorKind::invalid, "open_segment without make_segment");
+  mapping->id = id;
+  if (direct_) {
+    SymmetricSegment segment;
+    segment.id = id;
+    segment.bytes = mapping->bytes;
+    segment.base.assign(numbers_.size(), nullptr);
+    for (std::size_t q = 0; q < numbers_.size(); ++q) {
+      if (numbers_[q] == config_.rank) {
+        segment.base[q] = mapping->own;
+      } else if (config_.threads) {
+        segment.base[q] = reinterpret_cast<std::byte*>(
+            static_cast<std::uintptr_t>(std::stoull(handles[numbers_[q]])));
+      } else {
+        std::uint64_t cookie = 0;
+        const int fd = open_memfd(handles[numbers_[q]], &cookie);
+        void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        ::close(fd);
+        if (base == MAP_FAILED)
+          throw Error(ErrorKind::system,
+                      std::string{"cannot map a peer's symmetric memory: "} + std::strerror(errno));
+        mapping->mapped.push_back(static_cast<std::byte*>(base));
+        segment.base[q] = static_cast<std::byte*>(base);
+      }
+    }
+    segments_.push_back(std::move(segment));
+  }
+  std::byte* own = mapping->own;
+  mappings_[id] = std::move(mapping);
+  return own;
+}
+
+void Communicator::release_segment(std::uint64_t id) {
+  segments_.erase(std::remove_if(segments_.begin(), segments_.end(),
+                                 [&](const SymmetricSegment& s) { return s.id == id; }),
+                  segments_.end());
+  mappings_.erase(id);
+}
+
+}  // namespace collectives
