@@ -197,7 +197,7 @@ _LINES = 2  # of a message, one a chunk; more chunks share one thick line
 _SWATCHES = 12  # in the legend
 
 # Told apart with any kind of colour vision, and on white (after Okabe and Ito).
-_PALETTE = (
+PALETTE = (
     "#0072b2",
     "#d55e00",
     "#009e73",
@@ -223,8 +223,8 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
 
 
 def _colour(chunk: int, nchunks: int) -> str:
-    if nchunks <= len(_PALETTE):
-        return _PALETTE[chunk]
+    if nchunks <= len(PALETTE):
+        return PALETTE[chunk]
     # Neighbours a golden angle apart, so that they differ; two shades, so that hues may repeat.
     hue = (chunk * 0.381966 + 0.57) % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.36 + 0.12 * (chunk % 2), 0.62)

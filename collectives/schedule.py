@@ -189,7 +189,10 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     if root != 0 and not takes_root:
         # Written for root 0: the others take its place in a circle.
         blocked = written.collective in ("gather", "scatter")
-        turn = lambda r: (r + root) % n  # noqa: E731
+
+        def turn(r: int) -> int:
+            return (r + root) % n
+
         per = max(1, (written.chunks(n) if written.chunks else n) // n)
         move = (lambda c: turn(c // per) * per + c % per) if blocked else (lambda c: c)
         rounds = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from .dtypes import numpy_dtype
@@ -9,15 +10,16 @@ from .memory import aligned_empty
 from .views import View
 
 
-class Kind:
+class Kind(ABC):
     """What there is to know about one kind of array; the defaults are those of a host array that
     numpy understands.
     """
 
     name = ""
 
+    @abstractmethod
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
-        raise NotImplementedError
+        """Where x lies; see `collectives.array.view`."""
 
     def immutable(self, x: Any) -> bool:
         return False

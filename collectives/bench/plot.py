@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..drawing import PALETTE
 from .cases import Case
 from .report import bandwidth, bus_factor
 
-_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#b8579b",
-    "#b98300",
-    "#3a9bd9",
-    "#6a4c93",
-    "#7a5c3e",
-    "#57606a",
-    "#c1121f",
-)
+_COLOURS = (*PALETTE, "#57606a", "#c1121f")
 _MARKERS = "osD^vP*Xh<"
 _PEER_COLOURS = ("#24292f", "#8c959f")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -145,7 +146,7 @@ class Group:
         self.fail(ClosedError, message, min(gone))
 
 
-class Base:
+class Base(ABC):
     """The calls of `Bootstrap` on top of one, `_exchange`."""
 
     kind = ""
@@ -154,8 +155,9 @@ class Base:
     job: str
     timeout: float
 
+    @abstractmethod
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
-        raise NotImplementedError
+        """The `data` of all ranks that make call `op`, in rank order."""
 
     def all_gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         return self._exchange(

@@ -95,7 +95,10 @@ class Threads(Base):
             current = hub.group.put(self.rank, op, data)
             if current.result is not None or hub.group.failure is not None:
                 hub.condition.notify_all()
-            done = lambda: current.result is not None or hub.group.failure is not None  # noqa: E731
+
+            def done() -> bool:
+                return current.result is not None or hub.group.failure is not None
+
             if not hub.condition.wait_for(done, timeout):
                 hub.group.expire(current, self.rank, timeout)
                 hub.condition.notify_all()

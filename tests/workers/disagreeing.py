@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
 import disagreements
+import worker
 
 import collectives as cc
 
@@ -26,9 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    worker.run(main)

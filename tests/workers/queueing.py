@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-
 import numpy as np
+import worker
 
 import collectives as cc
 
@@ -63,9 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    worker.run(main)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 
 import numpy as np
 import test_symmetric
+import worker
 
 import collectives as cc
 
@@ -77,9 +76,4 @@ def segment_pages() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    worker.run(main)

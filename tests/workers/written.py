@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-
 import cases
 import test_python_algorithm
+import worker
 
 import collectives as cc
 
@@ -32,9 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    worker.run(main)
