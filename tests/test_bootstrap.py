@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -632,6 +633,21 @@ def test_check_notices_a_death_without_waiting(port):
     """
     ended = finish([start(code, rank, 2, port) for rank in range(2)])
     assert ended[0][:2] == (0, "1\n")
+
+
+@pytest.mark.faults
+def test_check_finds_an_error_that_came_with_an_answer():
+    """The server's answer to the last call and its word of a death may arrive in one piece."""
+    with serving(2) as server:
+        a, b = run_all(lambda: join(server, 0, 2), lambda: join(server, 1, 2))
+        run_all(a.barrier, b.barrier)
+        b.abort("enough")
+        assert select.select([a._sock], [], [], 10)[0]
+        a._link.feed(a._sock.recv(1 << 16))  # as the call before would have read it
+        with pytest.raises(AbortedError, match="enough"):
+            a.check()
+        a.close()
+        b.close()
 
 
 def test_the_port_of_another_program(port):

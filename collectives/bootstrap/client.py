@@ -270,22 +270,31 @@ class Tcp(Base):
             return  # another thread waits in a call, which will raise
         try:
             self._raise_if_broken()
-            poll = select.poll()
-            poll.register(self._sock, select.POLLIN)
-            if poll.poll(0):
-                try:
-                    data = self._sock.recv(1 << 18)
-                    if not data:
-                        raise ConnectionResetError("the connection ended")
-                    self._link.feed(data)
-                    frame = self._link.next()
-                    if frame is not None and frame[0] == ERROR:
-                        self._failure = unpack_failure(frame[1])
-                except (OSError, ValueError) as error:
-                    self._failure = self._lost(str(error))
+            try:
+                self._read_what_came()
+            except (OSError, ValueError) as error:
+                self._failure = self._lost(str(error))
             self._raise_if_broken()
         finally:
             self._lock.release()
+
+    def _read_what_came(self) -> None:
+        """Takes every frame that has arrived, without waiting. An error may lie in the buffer
+        already: it came in one piece with the answer before it.
+        """
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while self._failure is None:
+            while (frame := self._link.next()) is not None:
+                if frame[0] == ERROR:
+                    self._failure = unpack_failure(frame[1])
+                    return
+            if not poll.poll(0):
+                return
+            data = self._sock.recv(1 << 18)
+            if not data:
+                raise ConnectionResetError("the connection ended")
+            self._link.feed(data)
 
     def _raise_if_broken(self) -> None:
         if self._closed:
