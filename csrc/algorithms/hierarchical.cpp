@@ -12,6 +12,9 @@
 //   reduce_scatter   1. intra reduce_scatter, blocks dealt to rails   2. inter reduce_scatter
 //   all_gather       1. inter all_gather along rails                  2. intra all_gather
 //   broadcast        1. the root deals its node the shares   2. inter broadcast   3. all_gather
+//   reduce           1. intra reduce_scatter   2. inter reduce   3. the root collects the shares
+//   all_to_all       1. intra: to whoever on this node is on the rail of the block's receiver
+//                    2. inter all_to_all along rails
 //
 // Uneven nodes. The vector is cut into units, and each node deals the units evenly to its ranks:
 // unit u of U belongs to local rank u·m/U on a node of m ranks. The owners of a unit, one on each
@@ -24,8 +27,12 @@
 //     node 2 (5)      5  5  5  5  5  5
 //
 // so all ranks of all nodes take part. Beyond four times the largest node the multiple is given up,
-// and shares may differ by one unit. In reduce_scatter and all_gather the blocks are the units: the
-// block of the j-th of m ranks is handled on another node of m' ranks by its rank j·m'/m.
+// and shares may differ by one unit. In reduce_scatter, all_gather and all_to_all the blocks are
+// the units: the block of the j-th of m ranks is handled on another node of m' ranks by its rank
+// j·m'/m.
+//
+// The two levels overlap: data go through the phases slice by slice, and several slices at once
+// (the lanes of the engine), so one slice is on the network while others are within the nodes.
 //
 // Where ranks are placed does not matter (in blocks, round robin, scattered); nodes of one rank
 // have no intra steps. Chunks keep the channels that the inter schedule gives them; channels of the
@@ -33,9 +40,11 @@
 //
 // Cost, N nodes of L ranks, S bytes:  all_reduce: intra 2(L-1)/L·S per rank and, with a ring or
 //   halving_doubling between nodes, 2(N-1)/N·S/L per rank and rail, so 2(N-1)/N·S leave a node:
-//   what is due once for the node, not for each rank.
-// Limits: intra must do reduce_scatter and all_gather, inter the collective itself, for each size
-//   of node and rail.
+//   what is due once for the node, not for each rank.  all_to_all: the bytes of a direct one within
+//   and again between nodes, in (L-1) + (N-1) messages a rank instead of L·N - 1.
+// Limits: intra must do reduce_scatter and all_gather (all_to_all: all_to_all), inter the
+// collective
+//   itself, for each size of node and rail.
 // Source: the two-level scheme is folklore; e.g. R. Thakur, R. Rabenseifner, W. Gropp, Int. J. High
 //   Perform. Comput. Appl. 19 (2005), doi:10.1177/1094342005051521, for its parts. The dealing of
 //   units to uneven nodes is ours.
@@ -157,8 +166,8 @@ void add_intra(Composer& composer, const Nodes& nodes, const std::string& intra,
   }
 }
 
-// ---- one vector: all_reduce, broadcast
-// -------------------------------------------------------------------------
+// ---- one vector: all_reduce, broadcast, reduce
+// -----------------------------------------------------------------
 
 int units_for(const Nodes& nodes) {
   int largest = 1, multiple = 1;
@@ -172,7 +181,7 @@ int units_for(const Nodes& nodes) {
 
 void whole_vector(Schedule& s, const std::string& intra, const std::string& inter) {
   const Nodes nodes(s.world);
-  const int root_node = s.collective == Collective::broadcast ? nodes.node_of[s.world.root] : 0;
+  const int root_node = rooted(s.collective) ? nodes.node_of[s.world.root] : 0;
   const int units = units_for(nodes);
   const Schedule rail = part_schedule(inter, s.collective, nodes.count(), true, root_node);
   const auto owner = [&](int node, int unit) { return unit * nodes.size(node) / units; };  // local
@@ -191,14 +200,19 @@ void whole_vector(Schedule& s, const std::string& intra, const std::string& inte
     return chunks;
   };
 
-  if (s.collective == Collective::all_reduce) {
-    add_intra(composer, nodes, intra, Collective::reduce_scatter, share);
-  } else {
+  // The root's node, where one rank has all to deal out or to collect.
+  const auto for_each_share_of_root = [&](const auto& f) {
     for (int j = 0; j < nodes.size(root_node); ++j) {
       const int rank = nodes.members[root_node][j];
       if (rank == s.world.root) continue;
-      for (const int c : share(root_node, j)) composer.add({s.world.root, rank, c});
+      for (const int c : share(root_node, j)) f(rank, c);
     }
+  };
+
+  if (s.collective == Collective::broadcast) {
+    for_each_share_of_root([&](int rank, int c) { composer.add({s.world.root, rank, c}); });
+  } else {
+    add_intra(composer, nodes, intra, Collective::reduce_scatter, share);
   }
   composer.next_phase();
 
@@ -214,11 +228,28 @@ void whole_vector(Schedule& s, const std::string& intra, const std::string& inte
   for (const auto& [ranks, chunks] : rails) composer.add(rail, ranks, chunks);
   composer.next_phase();
 
-  add_intra(composer, nodes, intra, Collective::all_gather, share);
+  if (s.collective == Collective::reduce) {
+    for_each_share_of_root([&](int rank, int c) { composer.add({rank, s.world.root, c}); });
+  } else {
+    add_intra(composer, nodes, intra, Collective::all_gather, share);
+  }
 }
 
-// ---- blocks: reduce_scatter, all_gather
-// ------------------------------------------------------------------------
+// ---- blocks: reduce_scatter, all_gather, all_to_all
+// ------------------------------------------------------------
+
+// Who on a node handles the block of `rank`, as a local rank.
+int handler(const Nodes& nodes, int node, int rank) {
+  return nodes.local_of[rank] * nodes.size(node) / nodes.size(nodes.node_of[rank]);
+}
+
+// The ranks that handle the block of `rank`, one on each node.
+std::vector<int> rail_of(const Nodes& nodes, int rank) {
+  std::vector<int> ranks;
+  for (int k = 0; k < nodes.count(); ++k)
+    ranks.push_back(nodes.members[k][handler(nodes, k, rank)]);
+  return ranks;
+}
 
 void blocked(Schedule& s, const std::string& intra, const std::string& inter) {
   const Nodes nodes(s.world);
@@ -229,10 +260,6 @@ void blocked(Schedule& s, const std::string& intra, const std::string& inter) {
     per_block = std::max(
         per_block, chunks_per_block(part_schedule(intra, s.collective, nodes.size(k), false)));
   }
-  // Who handles the block of `rank` on a node.
-  const auto handler = [&](int node, int rank) {
-    return nodes.local_of[rank] * nodes.size(node) / nodes.size(nodes.node_of[rank]);
-  };
   const auto chunks_of = [&](int rank) {
     Chunks chunks(per_block);
     std::iota(chunks.begin(), chunks.end(), rank * per_block);
@@ -241,7 +268,7 @@ void blocked(Schedule& s, const std::string& intra, const std::string& inter) {
   const auto share = [&](int node, int local) {
     Chunks chunks;
     for (int r = 0; r < n; ++r) {
-      if (handler(node, r) != local) continue;
+      if (handler(nodes, node, r) != local) continue;
       for (const int c : chunks_of(r)) chunks.push_back(c);
     }
     return chunks;
@@ -249,9 +276,7 @@ void blocked(Schedule& s, const std::string& intra, const std::string& inter) {
 
   std::map<std::vector<int>, std::vector<Chunks>> rails;  // ranks -> block of each node
   for (int r = 0; r < n; ++r) {
-    std::vector<int> ranks;
-    for (int k = 0; k < nodes.count(); ++k) ranks.push_back(nodes.members[k][handler(k, r)]);
-    std::vector<Chunks>& blocks = rails[ranks];
+    std::vector<Chunks>& blocks = rails[rail_of(nodes, r)];
     blocks.resize(nodes.count());
     for (const int c : chunks_of(r)) blocks[nodes.node_of[r]].push_back(c);
   }
@@ -283,8 +308,57 @@ void blocked(Schedule& s, const std::string& intra, const std::string& inter) {
   }
 }
 
+void pairs(Schedule& s, const std::string& intra, const std::string& inter) {
+  const Nodes nodes(s.world);
+  const int n = s.world.nranks, count = nodes.count();
+  const Schedule rail = part_schedule(inter, s.collective, count, true);
+  s.nchunks = n * n;
+  s.nchannels = rail.nchannels;
+  // Channels of a rail's schedule belong to pairs of nodes.
+  const std::vector<int> rail_channel = channels_of(rail);
+  std::vector<int> channel;
+  for (int c = 0; c < n * n; ++c)
+    channel.push_back(rail_channel[nodes.node_of[c / n] * count + nodes.node_of[c % n]]);
+  Composer composer(s, channel);
+
+  for (int k = 0; k < count; ++k) {
+    const int m = nodes.size(k);
+    if (m == 1) continue;
+    std::vector<Chunks> chunks(m * m);
+    for (int i = 0; i < m; ++i) {
+      for (int d = 0; d < n; ++d)
+        chunks[i * m + handler(nodes, k, d)].push_back(nodes.members[k][i] * n + d);
+    }
+    composer.add(part_schedule(intra, s.collective, m, false), nodes.members[k], chunks);
+  }
+  composer.next_phase();
+
+  std::map<std::vector<int>, std::vector<Chunks>> rails;  // ranks -> chunks from node to node
+  for (int d = 0; d < n; ++d) {
+    std::vector<Chunks>& chunks = rails[rail_of(nodes, d)];
+    chunks.resize(count * count);
+    for (int r = 0; r < n; ++r)
+      chunks[nodes.node_of[r] * count + nodes.node_of[d]].push_back(r * n + d);
+  }
+  for (const auto& [ranks, chunks] : rails) composer.add(rail, ranks, chunks);
+}
+
 // ---- the composition
 // -------------------------------------------------------------------------------------------
+
+// What the intra-node part does in a collective.
+std::vector<Collective> needed_within(Collective collective) {
+  switch (collective) {
+    case Collective::all_reduce:
+      return {Collective::reduce_scatter, Collective::all_gather};
+    case Collective::broadcast:
+      return {Collective::all_gather};
+    case Collective::reduce:
+      return {Collective::reduce_scatter};
+    default:
+      return {collective};
+  }
+}
 
 // Why the intra or the inter part cannot do its share of the collective.
 std::string why_part_cannot(const std::string& intra, const std::string& inter,
@@ -292,11 +366,9 @@ std::string why_part_cannot(const std::string& intra, const std::string& inter,
   const Nodes nodes(world);
   std::set<int> sizes = {1};
   for (int k = 0; k < nodes.count(); ++k) sizes.insert(nodes.size(k));
-  for (const Collective needed : {Collective::reduce_scatter, Collective::all_gather}) {
-    const bool used = collective == Collective::all_reduce || collective == needed ||
-                      (collective == Collective::broadcast && needed == Collective::all_gather);
+  for (const Collective needed : needed_within(collective)) {
     for (const int size : sizes) {
-      const std::string why = used ? why_unsupported(intra, needed, {size, 0, {}}) : "";
+      const std::string why = why_unsupported(intra, needed, {size, 0, {}});
       if (!why.empty())
         return "hierarchical needs " + std::string(name_of(needed)) +
                " of its intra-node part: " + why;
@@ -311,6 +383,21 @@ std::string why_part_cannot(const std::string& intra, const std::string& inter,
   return "";
 }
 
+Schedule compose(const std::string& intra, const std::string& inter, Collective collective,
+                 const World& world) {
+  Schedule s;
+  s.collective = collective;
+  s.world = world;
+  if (collective == Collective::all_to_all) {
+    pairs(s, intra, inter);
+  } else if (collective == Collective::reduce_scatter || collective == Collective::all_gather) {
+    blocked(s, intra, inter);
+  } else {
+    whole_vector(s, intra, inter);
+  }
+  return s;
+}
+
 Algorithm hierarchical(const std::vector<std::string>& parts) {
   if (parts.size() != 2) {
     throw std::invalid_argument(
@@ -320,31 +407,35 @@ Algorithm hierarchical(const std::vector<std::string>& parts) {
   const std::string intra = parts[0], inter = parts[1];
   return {
       "hierarchical(" + intra + ", " + inter + ")",
-      "reduces within nodes, then along rails of one rank a node, then spreads within nodes",
+      "works within nodes, along rails of one rank a node, and within nodes again",
       "several nodes whose links are slower than those within a node",
       "folklore; parts as in their own algorithms",
       {Collective::all_reduce, Collective::reduce_scatter, Collective::all_gather,
-       Collective::broadcast},
+       Collective::broadcast, Collective::reduce, Collective::all_to_all},
       [=](Collective collective, const World& world) {
         return why_part_cannot(intra, inter, collective, world);
       },
       [=](Collective collective, const World& world) {
-        Schedule s;
-        s.collective = collective;
-        s.world = world;
-        const bool vector =
-            collective == Collective::all_reduce || collective == Collective::broadcast;
-        (vector ? whole_vector : blocked)(s, intra, inter);
-        return s;
+        return compose(intra, inter, collective, world);
       },
       hierarchical,
   };
 }
 
-// Without parts: the two that are hardest to beat at middle and large sizes.
+// Without parts: those that are hardest to beat at middle and large sizes.
+std::string default_inter(Collective collective) {
+  return collective == Collective::all_to_all ? "direct_two_shot" : "ring";
+}
+
 Algorithm with_default_parts() {
   Algorithm algorithm = hierarchical({"direct_two_shot", "ring"});
   algorithm.name = "hierarchical";
+  algorithm.why_unsupported = [](Collective collective, const World& world) {
+    return why_part_cannot("direct_two_shot", default_inter(collective), collective, world);
+  };
+  algorithm.build = [](Collective collective, const World& world) {
+    return compose("direct_two_shot", default_inter(collective), collective, world);
+  };
   return algorithm;
 }
 

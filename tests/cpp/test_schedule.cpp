@@ -153,7 +153,8 @@ std::vector<std::string> names() {
         {"hierarchical(ring, ring)", "hierarchical(halving_doubling, double_binary_tree)",
          "hierarchical(direct_two_shot, recursive_doubling)", "hierarchical(pat, pat)",
          "hierarchical(ring, direct_two_shot)", "hierarchical(direct_two_shot, halving_doubling)",
-         "hierarchical(direct_two_shot, direct_one_shot)", "hierarchical(pat, binomial_tree)"});
+         "hierarchical(direct_two_shot, direct_one_shot)", "hierarchical(pat, binomial_tree)",
+         "hierarchical(bruck, direct_two_shot)", "hierarchical(direct_two_shot, bruck)"});
   }
   return all;
 }
