@@ -160,6 +160,8 @@ class HostTuning:
     pull_split_min: int
     spins: int
     crowded: bool
+    assembled_max: int
+    assembled_by_node_max: int
     lanes: int
     segment_bytes: int
     def __init__(self) -> None: ...
@@ -227,6 +229,7 @@ class Communicator:
         nranks: int,
         node: Sequence[int],
         local_of: Sequence[int],
+        group: Sequence[int],
         region: Region | None,
         mpi: MpiTransport | None,
         threads: bool,

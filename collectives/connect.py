@@ -40,12 +40,17 @@ class Connection(NamedTuple):
 class _Reach(NamedTuple):
     """Which ranks could share memory, before they have tried.
 
-    groups    their sizes
+    group     of each rank, by number
     together  the ranks of this one's group
     """
 
-    groups: list[int]
+    group: list[int]
     together: list[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Ranks of each group."""
+        return [self.group.count(number) for number in dict.fromkeys(self.group)]
 
 
 def connect(
@@ -67,9 +72,12 @@ def connect(
     nodes = list(nodes) if nodes is not None else [order[k] for k in keys]
     if len(nodes) != size:
         raise ValueError(f"nodes= names {len(nodes)} ranks, there are {size}")
-    groups, together = _reach(bootstrap, transport, infos, nodes)
+    reach = _reach(bootstrap, transport, infos, nodes)
+    groups, together = reach.sizes, reach.together
     cpus = {cpu for r in together for cpu in infos[r]["cpus"]}
-    tuning = host_tuning(len(together), len(cpus), messages=len(groups) > 1)
+    tuning = host_tuning(
+        len(together), len(cpus), messages=len(groups) > 1, nnodes=len(set(nodes))
+    )
 
     region, failure = _share_region(bootstrap, together)
     pull = not threads and all(
@@ -81,7 +89,8 @@ def connect(
     if words:
         if not has_mpi or transport == "shm":
             raise BootstrapError(f"the ranks cannot share memory: {words}", rank=rank)
-        region, together = None, [rank]
+        reach = _Reach(list(range(size)), [rank])
+        region, together = None, reach.together
         fallback = f"MPI is used within nodes too, because the ranks cannot share memory: {words}"
     mpi = None
     if has_mpi and len(together) < size:
@@ -102,6 +111,7 @@ def connect(
         nranks=size,
         node=nodes,
         local_of=[shares.index(r) if r in shares else -1 for r in range(size)],
+        group=reach.group,
         region=region,
         mpi=mpi,
         threads=threads,
@@ -160,7 +170,8 @@ def _reach(
     if transport == "mpi":
         keys = list(range(bootstrap.size))
     together = [r for r in range(bootstrap.size) if keys[r] == keys[bootstrap.rank]]
-    return _Reach([keys.count(key) for key in dict.fromkeys(keys)], together)
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return _Reach([numbers[key] for key in keys], together)
 
 
 def _share_region(bootstrap: Bootstrap, together: list[int]) -> tuple[Region | None, str]:

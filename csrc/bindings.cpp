@@ -318,6 +318,8 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("pull_split_min", &HostTuning::pull_split_min)
       .def_readwrite("spins", &HostTuning::spins)
       .def_readwrite("crowded", &HostTuning::crowded)
+      .def_readwrite("assembled_max", &HostTuning::assembled_max)
+      .def_readwrite("assembled_by_node_max", &HostTuning::assembled_by_node_max)
       .def_readwrite("lanes", &HostTuning::lanes)
       .def_readwrite("segment_bytes", &HostTuning::segment_bytes);
 
@@ -353,14 +355,15 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, std::vector<int> local_of,
-                       std::shared_ptr<Region> region, std::shared_ptr<MpiTransport> mpi,
-                       bool threads, const HostTuning& tuning, bool can_pull,
-                       std::size_t slot_bytes, double timeout) {
+                       std::vector<int> group, std::shared_ptr<Region> region,
+                       std::shared_ptr<MpiTransport> mpi, bool threads, const HostTuning& tuning,
+                       bool can_pull, std::size_t slot_bytes, double timeout) {
              CommunicatorConfig config;
              config.rank = rank;
              config.nranks = nranks;
              config.node = std::move(node);
              config.local_of = std::move(local_of);
+             config.group = std::move(group);
              config.region = std::move(region);
              config.mpi = std::move(mpi);
              config.threads = threads;
@@ -371,8 +374,8 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<Communicator>(std::move(config));
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"),
-           py::arg("region"), py::arg("mpi"), py::arg("threads"), py::arg("tuning"),
-           py::arg("can_pull"), py::arg("slot_bytes"), py::arg("timeout"))
+           py::arg("group"), py::arg("region"), py::arg("mpi"), py::arg("threads"),
+           py::arg("tuning"), py::arg("can_pull"), py::arg("slot_bytes"), py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transports", &Communicator::transports)

@@ -26,6 +26,9 @@ constexpr int kFifoDepth = 4;
 
 constexpr std::size_t kMaxPlans = 512;
 
+// The composition that Assembly does by hand where it is small.
+constexpr const char* kByNode = "hierarchical(direct_two_shot, direct_one_shot)";
+
 // Marks the communicator as in use by one thread; a second one is refused rather than interleaved.
 // A plain load and store: this is on the path of every call, and has to find misuse, not to be a
 // lock.
@@ -43,6 +46,17 @@ class Busy {
  private:
   std::atomic<bool>& flag_;
 };
+
+// True if two numberings part the ranks alike.
+bool parted_alike(const std::vector<int>& one, const std::vector<int>& other) {
+  if (one.size() != other.size()) return false;
+  std::map<int, int> there, back;
+  for (std::size_t r = 0; r < one.size(); ++r) {
+    if (there.emplace(one[r], other[r]).first->second != other[r]) return false;
+    if (back.emplace(other[r], one[r]).first->second != one[r]) return false;
+  }
+  return true;
+}
 
 std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
   std::uint64_t h = 0x9e3779b97f4a7c15ULL;
@@ -122,10 +136,14 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
   }
   Doorbell& doorbell =
       config_.region ? config_.region->rank(local_rank).doorbell : lonely_doorbell_;
-  waiter_ = std::make_unique<Waiter>(*this, doorbell, config_.tuning.spins, config_.tuning.crowded);
-  p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, config_.tuning.spins,
-                                         config_.tuning.crowded);
+  const Waiter::Manner manner{config_.tuning.spins, config_.tuning.crowded, config_.mpi != nullptr};
+  waiter_ = std::make_unique<Waiter>(*this, doorbell, manner);
+  p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, manner);
   engine_ = std::make_unique<HostEngine>(*waiter_);
+  groups_are_nodes_ = parted_alike(config_.group, config_.node);
+  if (n > 1)
+    assembly_ =
+        std::make_unique<Assembly>(links_, *waiter_, config_.rank, config_.group, kControlChannel);
   p2p_ = std::make_unique<PointToPoint>(links_, config_.rank, kPointToPointChannel);
   if (config_.region) {
     RankArea& mine = config_.region->rank(local_rank);
@@ -190,6 +208,7 @@ int Communicator::intern(const std::string& algorithm) {
   names_.push_back(algorithm);
   direct_shape_.push_back(algorithm == "direct_one_shot"   ? 1
                           : algorithm == "direct_two_shot" ? 2
+                          : algorithm == kByNode           ? 3
                                                            : 0);
   return static_cast<int>(names_.size()) - 1;
 }
@@ -274,11 +293,18 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   const Signature& signature = last_.signature;
   const std::uint64_t hash = last_.hash;
   try {
-    if (direct_ && (options.algorithm == kDefault || direct_shape_[options.algorithm] != 0))
-      direct_->run(call, options.algorithm != kDefault && direct_shape_[options.algorithm] == 2,
-                   signature, hash, segments_);
+    const int shape = options.algorithm == kDefault ? 0 : direct_shape_[options.algorithm];
+    const bool direct = shape == 1 || shape == 2;
+    if (direct_ && (options.algorithm == kDefault || direct))
+      direct_->run(call, shape == 2, signature, hash, segments_);
     else if (options.algorithm == kDefault)
       agree(signature, hash, 0);  // which is a barrier
+    else if (direct && assembly_->fits(call, config_.tuning.assembled_max))
+      assembly_->run(call, signature, hash);
+    else if (shape == 3 && !direct_ && groups_are_nodes_ &&
+             call.collective == Collective::all_reduce && options.order == Order::any &&
+             assembly_->fits_by_group(call, config_.tuning.assembled_by_node_max))
+      assembly_->all_reduce_by_group(call, signature, hash);
     else
       run_general(call, options, signature, hash);
   } catch (const Error& error) {
@@ -346,63 +372,7 @@ std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash
     gate_->end();
     return amount;
   }
-  // Dissemination: after ceil(log2 n) rounds every rank knows the smallest and the largest hash of
-  // all.
-  struct Message {
-    std::uint64_t call, amount;
-    std::uint64_t hash[2];
-    std::int32_t rank[2];
-    Signature signature[2];
-  };
-  const std::uint64_t call = ++control_calls_;
-  Message mine{call, amount, {hash, hash}, {config_.rank, config_.rank}, {signature, signature}};
-  const int n = config_.nranks;
-  for (int d = 1; d < n; d *= 2) {
-    const int to = (config_.rank + d) % n, from = (config_.rank - d + n) % n;
-    SendPort& out = links_.to[to]->send_port(to, kControlChannel);
-    RecvPort& in = links_.to[from]->recv_port(from, kControlChannel);
-    in.expect(1);
-    const auto where = [&](int peer) {
-      return [&, peer] {
-        Where w;
-        w.phase = "the arrival";
-        w.peer = peer;
-        w.expected = call;
-        return w;
-      };
-    };
-    char* slot = nullptr;
-    waiter_->until([&] { return (slot = out.acquire(sizeof mine)) != nullptr; }, where(to));
-    std::memcpy(slot, &mine, sizeof mine);
-    out.commit({sizeof mine, 0, call});
-    Header header;
-    const char* message = nullptr;
-    waiter_->until(
-        [&] {
-          links_.to[from]->progress();
-          return (message = in.peek(&header)) != nullptr;
-        },
-        where(from));
-    Message his;
-    std::memcpy(&his, message, sizeof his);
-    in.release();
-    mine.amount = std::max(mine.amount, his.amount);
-    const auto take = [&](int side) {
-      mine.hash[side] = his.hash[side];
-      mine.rank[side] = his.rank[side];
-      mine.signature[side] = his.signature[side];
-    };
-    if (his.hash[0] < mine.hash[0]) take(0);
-    if (his.hash[1] > mine.hash[1]) take(1);
-  }
-  if (mine.hash[0] != mine.hash[1])
-    throw Error(ErrorKind::mismatch,
-                "the ranks disagree about call " + std::to_string(call) +
-                    " of this communicator: rank " + std::to_string(mine.rank[0]) + ": " +
-                    mine.signature[0].describe() + "; rank " + std::to_string(mine.rank[1]) + ": " +
-                    mine.signature[1].describe() +
-                    ". Nothing was written; the communicator stays usable");
-  return mine.amount;
+  return assembly_->meet(signature, hash, amount);
 }
 
 void Communicator::run_general(const Call& call, const Options& options, const Signature& signature,

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "assembly.hpp"
 #include "direct_host.hpp"
 #include "engine_host.hpp"
 #include "errors.hpp"
@@ -30,6 +31,7 @@ struct CommunicatorConfig {
   int nranks = 1;
   std::vector<int> node;           // node of each rank
   std::vector<int> local_of;       // index in this rank's region, -1: not reached by shared memory
+  std::vector<int> group;          // ranks with equal numbers share a region; empty: none do
   std::shared_ptr<Region> region;  // none where no other rank shares memory
   std::shared_ptr<MpiTransport> mpi;  // none where all ranks share a region
   bool threads = false;               // the ranks are threads of this process
@@ -191,15 +193,17 @@ class Communicator : public Watch {
   std::unique_ptr<Waiter> p2p_waiter_;
   std::unique_ptr<Gate> gate_;
   std::unique_ptr<DirectHost> direct_;
+  std::unique_ptr<Assembly> assembly_;  // where there is no gate, since not all share memory
   std::unique_ptr<HostEngine> engine_;
   std::unique_ptr<PointToPoint> p2p_;
 
   std::vector<std::string> names_;
-  std::vector<int> direct_shape_;  // of each name: 1 one shot, 2 two shot, 0 neither
+  // Of each name: 1 one shot, 2 two shot, 3 both by node, 0 none of these.
+  std::vector<int> direct_shape_;
+  bool groups_are_nodes_ = false;  // the ranks of a node, and they alone, share a region
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
-  std::uint64_t control_calls_ = 0;
   std::uint64_t calls_ = 0;
 
   // The last call's signature: programs repeat calls, and hashing takes as long as a cache line

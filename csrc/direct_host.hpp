@@ -37,7 +37,12 @@ struct HostTuning {
   std::size_t pull_split_min = 256 << 10;
   bool crowded = false;  // more ranks than CPUs: waits sleep early
   int spins = 2000;      // polls before a wait yields its core
-  int lanes = 2;         // of the general engine
+  // Calls whose data, of all ranks together, are at most this travel with the agreement that ranks
+  // enter a call, where not all share memory (see Assembly). Equal on all ranks.
+  std::size_t assembled_max = 16 << 10;
+  // The same where ranks combine by node first: the vectors of all nodes together.
+  std::size_t assembled_by_node_max = 64 << 10;
+  int lanes = 2;  // of the general engine
   std::size_t segment_bytes =
       64 << 10;  // largest piece of a chunk that the general engine moves at once
 };

@@ -20,6 +20,8 @@ constexpr int kCrowdedYields =
 constexpr microseconds kCheckEvery{1000};
 constexpr microseconds kFirstNap{50};
 constexpr microseconds kMaxNap{1000};
+constexpr microseconds kPolledYieldFor{20000};  // a message of 1 MiB at 1 Gbit/s takes 8 ms
+constexpr microseconds kMaxPolledNap{100};
 
 }  // namespace
 
@@ -43,11 +45,14 @@ void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
   } scope(watch_);
 
   // On a crowded node most waits end within two yields: those never ask for the time.
-  auto start = crowded_ ? steady_clock::time_point{} : steady_clock::now();
+  const bool crowded = manner_.crowded && !manner_.polled;
+  const microseconds yield_for = manner_.polled ? kPolledYieldFor : kYieldFor;
+  const microseconds max_nap = manner_.polled ? kMaxPolledNap : kMaxNap;
+  auto start = crowded ? steady_clock::time_point{} : steady_clock::now();
   auto next_check = start + kCheckEvery;
   for (int turn = 0;; ++turn) {
     if (ready(context)) return;
-    if (crowded_) {
+    if (crowded) {
       if (turn >= kCrowdedYields) break;
     } else if ((turn & 7) == 7) {  // the clock is read every few yields only: with a free core they
                                    // return at once
@@ -56,12 +61,12 @@ void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
         watch_.check(where, start);
         next_check = now + kCheckEvery;
       }
-      if (now - start >= kYieldFor) break;
+      if (now - start >= yield_for) break;
     }
     sched_yield();
   }
-  microseconds nap = crowded_ ? kMaxNap : kFirstNap;
-  if (crowded_) {
+  microseconds nap = crowded ? kMaxNap : kFirstNap;
+  if (crowded) {
     start = steady_clock::now();
     next_check = start + kCheckEvery;
   }
@@ -76,7 +81,7 @@ void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
     if (!done) doorbell_.sleep(seen, nap);
     doorbell_.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (done || ready(context)) return;
-    nap = std::min(nap * 2, kMaxNap);
+    nap = std::min(nap * 2, max_nap);
     const auto now = steady_clock::now();
     if (now >= next_check) {
       watch_.check(where, start);

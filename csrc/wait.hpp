@@ -71,15 +71,20 @@ class Watch {
 
 class Waiter {
  public:
-  // `spins`: polls before the fast path is left. `crowded`: there are more ranks than CPUs, so a
-  // wait yields twice and sleeps.
-  Waiter(Watch& watch, Doorbell& doorbell, int spins, bool crowded)
-      : watch_(watch), doorbell_(doorbell), spins_(spins), crowded_(crowded) {}
+  struct Manner {
+    int spins = 2000;      // polls before the fast path is left
+    bool crowded = false;  // there are more ranks than CPUs, so a wait yields twice and sleeps
+    // What is waited for may need these polls to come about, and rings no doorbell: a wait yields
+    // for longer, and sleeps little at a time.
+    bool polled = false;
+  };
+  Waiter(Watch& watch, Doorbell& doorbell, const Manner& manner)
+      : watch_(watch), doorbell_(doorbell), manner_(manner) {}
 
   // Polls `ready` until it returns true; `where()` is called when the fast path is left.
   template <class Ready, class Describe>
   void until(Ready&& ready, Describe&& where) {
-    for (int i = 0; i < spins_; ++i) {
+    for (int i = 0; i < manner_.spins; ++i) {
       if (ready()) return;
       if (i >= kHotSpins) cpu_relax();
     }
@@ -100,8 +105,7 @@ class Waiter {
 
   Watch& watch_;
   Doorbell& doorbell_;
-  int spins_;
-  bool crowded_;
+  Manner manner_;
 };
 
 }  // namespace collectives

@@ -27,6 +27,14 @@ MPI_SLOT = 1 << 20
 MPI_DEPTH = 4
 
 
+# Calls over MPI whose data, of all ranks together, are at most this travel with the agreement that
+# the ranks enter a call (csrc/assembly.hpp); where ranks combine by node first, the vectors of all
+# nodes together. 2 nodes of 2 ranks, 4 KiB at 1 Gbit/s: 42 us, the best of others 99; 16 KiB: 530
+# and 102.
+ASSEMBLED = 16 << 10
+ASSEMBLED_BY_NODE = 128 << 10
+
+
 class Choice(NamedTuple):
     """`algorithm` serves calls of up to `limit` bytes."""
 
@@ -49,33 +57,62 @@ def _shared_memory(collective: str, nranks: int) -> list[Choice]:
     return [Choice(ANY_SIZE, "direct_one_shot")]
 
 
+def _assembled(collective: str, nranks: int) -> list[Choice]:
+    """The direct algorithms up to the sizes at which they travel with the agreement that ranks
+    enter a call, where not all share memory.
+    """
+    everybody_sends_all = ("all_reduce", "reduce", "reduce_scatter", "all_to_all")
+    limit = ASSEMBLED // (nranks if collective in everybody_sends_all else 1)
+    two_shot = collective in ("reduce_scatter", "all_to_all")
+    return [Choice(limit, "direct_two_shot" if two_shot else "direct_one_shot")]
+
+
 def _one_rank_a_node(collective: str, nranks: int) -> list[Choice]:
     """Every hop crosses a network: few messages while latency counts, few bytes after."""
-    return {
+    table = {
         "all_reduce": [
-            Choice(16 << 10, "recursive_doubling"),
-            Choice(ANY_SIZE, "halving_doubling"),
+            # Two ranks: one hop of all bytes is as many bytes as two hops of half.
+            Choice(ANY_SIZE, "direct_one_shot" if nranks == 2 else "halving_doubling")
         ],
-        "reduce_scatter": [Choice(ANY_SIZE, "halving_doubling")],
+        "reduce_scatter": [
+            Choice(ANY_SIZE, "direct_two_shot" if nranks == 2 else "halving_doubling")
+        ],
         "all_gather": [Choice(64 << 10, "bruck"), Choice(ANY_SIZE, "ring")],
         "broadcast": [Choice(64 << 10, "binomial_tree"), Choice(ANY_SIZE, "double_binary_tree")],
         "reduce": [Choice(64 << 10, "binomial_tree"), Choice(ANY_SIZE, "double_binary_tree")],
         "gather": [Choice(ANY_SIZE, "binomial_tree")],
         "scatter": [Choice(ANY_SIZE, "binomial_tree")],
-        "all_to_all": [Choice(2 << 10, "bruck"), Choice(ANY_SIZE, "direct_two_shot")],
+        "all_to_all": [Choice(ANY_SIZE, "direct_two_shot")],
         "barrier": [Choice(ANY_SIZE, "recursive_doubling")],
     }[collective]
+    small = [] if collective == "barrier" else _assembled(collective, nranks)
+    return _joined(small, table)
 
 
-def _several_nodes(collective: str, nranks: int) -> list[Choice]:
+def _several_nodes(collective: str, nranks: int, nnodes: int) -> list[Choice]:
     """Nodes of several ranks: what crosses the network is reduced within the node first."""
-    composed = "hierarchical(direct_two_shot, halving_doubling)"
-    gathering = "hierarchical(direct_two_shot, ring)"
-    return {
-        "all_reduce": [Choice(16 << 10, "recursive_doubling"), Choice(ANY_SIZE, composed)],
-        "reduce_scatter": [Choice(ANY_SIZE, composed)],
-        "all_gather": [Choice(16 << 10, "bruck"), Choice(ANY_SIZE, gathering)],
-    }.get(collective) or _one_rank_a_node(collective, nranks)
+    table = {
+        "all_reduce": [
+            Choice(ASSEMBLED_BY_NODE // nnodes, "hierarchical(direct_two_shot, direct_one_shot)"),
+            Choice(ANY_SIZE, "hierarchical(direct_two_shot, halving_doubling)"),
+        ],
+        "reduce_scatter": [Choice(ANY_SIZE, "hierarchical(direct_two_shot, halving_doubling)")],
+        "all_gather": [Choice(ANY_SIZE, "hierarchical(direct_two_shot, ring)")],
+    }.get(collective)
+    if table is None:
+        return _one_rank_a_node(collective, nranks)
+    return _joined([] if collective == "all_reduce" else _assembled(collective, nranks), table)
+
+
+def _joined(*parts: list[Choice]) -> list[Choice]:
+    """Tables one after the other; of neighbours with the same algorithm the last stays."""
+    found: list[Choice] = []
+    for choice in (c for part in parts for c in part):
+        if found and found[-1].algorithm == choice.algorithm:
+            found.pop()
+        if not found or choice.limit > found[-1].limit:
+            found.append(choice)
+    return found
 
 
 class Tuner:
@@ -137,7 +174,7 @@ class Tuner:
         elif len(set(self.node)) in (1, self.nranks):  # one node: its ranks share no memory
             table = _one_rank_a_node(collective, self.nranks)
         else:
-            table = _several_nodes(collective, self.nranks)
+            table = _several_nodes(collective, self.nranks, len(set(self.node)))
         for rule in self.rules:
             if rule.collective != collective:
                 continue
@@ -172,10 +209,13 @@ def _override(table: list[Choice], rule: Rule) -> list[Choice]:
     return merged
 
 
-def host_tuning(nranks: int, ncpus: int, *, messages: bool) -> _core.HostTuning:
+def host_tuning(
+    nranks: int, ncpus: int, *, messages: bool, nnodes: int = 1
+) -> _core.HostTuning:
     """Sizes for the host engine with `nranks` ranks on a node that may run on `ncpus` CPUs.
 
     messages  True if some ranks are reached through MPI only
+    nnodes    nodes of the communicator
 
     csrc/direct_host.hpp says what each means. `lanes` and `segment_bytes` must be equal on all
     ranks.
@@ -191,11 +231,22 @@ def host_tuning(nranks: int, ncpus: int, *, messages: bool) -> _core.HostTuning:
     tuning.pull_split_min = 256 << 10
     # With fewer CPUs than ranks a rank that spins keeps the one it waits for from running.
     tuning.crowded = ncpus < nranks
-    tuning.spins = 1 if tuning.crowded else 2000
-    # A message of MPI costs a hand-shake, so there they are few and large (2 ranks, 4 MiB over Open
-    # MPI: 670 us with one lane of 256 KiB, 1100 with two of 64 KiB).
-    tuning.lanes = 1 if messages else 2
-    tuning.segment_bytes = (256 if messages else 64) << 10
+    # A poll of MPI costs as much as ten others, and what it waits for crosses a network: the core
+    # goes to others early. 2 hosts x 2 ranks on two cores, 4 B: 28 us, with 2000 polls 104.
+    tuning.spins = 1 if tuning.crowded else 20 if messages else 2000
+    tuning.assembled_max = ASSEMBLED
+    tuning.assembled_by_node_max = ASSEMBLED_BY_NODE
+    if messages and nnodes > 1:
+        # One slice is on the network while others are within the nodes. 2 hosts x 2 ranks at 10
+        # Gbit/s, 8 MiB: 11.6 ms, with one lane of 256 KiB 18; more bytes on the way than a switch
+        # can hold (4 lanes of 256 KiB, two ranks) are lost, and sent again 200 ms later.
+        tuning.lanes, tuning.segment_bytes = 4, 128 << 10
+    elif messages:
+        # Within a host a message of MPI costs a hand-shake, so there they are few and large (2
+        # ranks, 4 MiB over Open MPI: 670 us with one lane of 256 KiB, 1100 with two of 64 KiB).
+        tuning.lanes, tuning.segment_bytes = 1, 256 << 10
+    else:
+        tuning.lanes, tuning.segment_bytes = 2, 64 << 10
     return tuning
 
 

@@ -1,0 +1,344 @@
+#include "assembly.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "errors.hpp"
+#include "reduce.hpp"
+
+namespace collectives {
+
+Assembly::Assembly(const Links& links, Waiter& waiter, int rank, const std::vector<int>& group,
+                   int channel)
+    : links_(links),
+      waiter_(waiter),
+      rank_(rank),
+      n_(static_cast<int>(links.to.size())),
+      channel_(channel),
+      at_(n_, 0) {
+  std::map<int, int> number;
+  for (int r = 0; r < n_; ++r) {
+    const int name = group.empty() ? r : group[r];
+    const int g = number.emplace(name, static_cast<int>(groups_.size())).first->second;
+    if (g == static_cast<int>(groups_.size())) groups_.emplace_back();
+    groups_[g].push_back(r);
+    if (r == rank) mine_ = g;
+  }
+  group_at_.assign(groups_.size() + 1, 0);
+}
+
+void Assembly::Head::merge(const Head& other) {
+  amount = std::max(amount, other.amount);
+  // Of ranks with equal hashes the smallest, on whichever way they were met: all ranks name the
+  // same two.
+  for (const int side : {0, 1}) {
+    const bool further = side == 0 ? other.hash[0] < hash[0] : other.hash[1] > hash[1];
+    if (further || (other.hash[side] == hash[side] && other.rank[side] < rank[side])) {
+      hash[side] = other.hash[side];
+      rank[side] = other.rank[side];
+    }
+  }
+}
+
+// ---- messages ---------------------------------------------------------------------------------
+
+// Sends the head, and the data where the ranks agree so far: others would not know their length.
+void Assembly::send(int peer, const Head& head, const std::byte* data, std::size_t bytes) {
+  if (!head.agreed()) bytes = 0;
+  SendPort& port = links_.to[peer]->send_port(peer, channel_);
+  char* slot = nullptr;
+  waiter_.until([&] { return (slot = port.acquire(sizeof head + bytes)) != nullptr; },
+                [&] {
+                  Where w;
+                  w.phase = "a free slot";
+                  w.peer = peer;
+                  w.expected = call_;
+                  return w;
+                });
+  std::memcpy(slot, &head, sizeof head);
+  if (bytes != 0) std::memcpy(slot + sizeof head, data, bytes);
+  port.commit({static_cast<std::uint32_t>(sizeof head + bytes), 0, call_});
+}
+
+// Waits for the peer's message and merges its head. Returns what it brought, `expected` bytes, or
+// nullptr where the ranks do not agree.
+const std::byte* Assembly::receive(int peer, Head* head, std::size_t expected) {
+  Transport& transport = *links_.to[peer];
+  RecvPort& port = transport.recv_port(peer, channel_);
+  port.expect(1);
+  Header header;
+  const char* message = nullptr;
+  waiter_.until(
+      [&] {
+        transport.progress();
+        return (message = port.peek(&header)) != nullptr;
+      },
+      [&] {
+        Where w;
+        w.phase = "the arrival";
+        w.peer = peer;
+        w.expected = call_;
+        return w;
+      });
+  Head his;
+  std::memcpy(&his, message, sizeof his);
+  head->merge(his);
+  if (!head->agreed()) return nullptr;
+  if (header.tag != call_ || header.bytes != sizeof his + expected)
+    throw Error(ErrorKind::mismatch,
+                "rank " + std::to_string(peer) + " enters call " + std::to_string(header.tag) +
+                    " with " + std::to_string(header.bytes) + " bytes, expected are call " +
+                    std::to_string(call_) + " and " + std::to_string(sizeof his + expected) +
+                    ": the ranks no longer run the same calls");
+  return reinterpret_cast<const std::byte*>(message) + sizeof his;
+}
+
+void Assembly::release(int peer) { links_.to[peer]->recv_port(peer, channel_).release(); }
+
+// ---- meeting ----------------------------------------------------------------------------------
+
+// The groups' blocks lie one after the other; `bytes(g)` is the length of group g's.
+template <class Bytes>
+void Assembly::lay_out(const Bytes& bytes) {
+  std::size_t total = 0;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    group_at_[g] = total;
+    total += bytes(static_cast<int>(g));
+  }
+  group_at_.back() = total;
+  if (all_.size() < total) all_.resize(total);
+}
+
+// What the ranks of a group bring goes to its first rank: `bytes(q)` of rank q, to `to(q)`.
+template <class Bytes, class To>
+void Assembly::collect(Head* head, const std::byte* mine, const Bytes& bytes, const To& to) {
+  ++call_;
+  const std::vector<int>& group = groups_[mine_];
+  if (rank_ != group.front()) return send(group.front(), *head, mine, bytes(rank_));
+  for (std::size_t i = 1; i < group.size(); ++i) {
+    const int q = group[i];
+    const std::byte* his = receive(q, head, bytes(q));
+    if (his != nullptr && bytes(q) != 0) std::memcpy(to(q), his, bytes(q));
+    release(q);
+  }
+}
+
+// The first ranks exchange the blocks of their groups: all_ is complete on each of them. After the
+// round with distance d a group has what 2d groups brought, its own and those before it.
+void Assembly::disseminate(Head* head) {
+  const int count = static_cast<int>(groups_.size());
+  if (rank_ != groups_[mine_].front()) return;
+  for (int d = 1; d < count; d *= 2) {
+    const int to = groups_[(mine_ + d) % count].front();
+    const int from_group = (mine_ - d + count) % count;
+    const int from = groups_[from_group].front();
+    // The blocks that travel: of so many groups up to `last`, one after the other backwards.
+    const auto for_each_block = [&](int last, const auto& f) {
+      for (int i = 0; i < std::min(d, count - d); ++i) {
+        const int g = (last - i + count) % count;
+        f(group_at_[g], group_at_[g + 1] - group_at_[g]);
+      }
+    };
+    packed_.clear();
+    for_each_block(mine_, [&](std::size_t at, std::size_t bytes) {
+      packed_.insert(packed_.end(), all_.data() + at, all_.data() + at + bytes);
+    });
+    send(to, *head, packed_.data(), packed_.size());
+    std::size_t expected = 0;
+    for_each_block(from_group, [&](std::size_t, std::size_t bytes) { expected += bytes; });
+    const std::byte* his = receive(from, head, expected);
+    for_each_block(from_group, [&](std::size_t at, std::size_t bytes) {
+      if (his == nullptr || bytes == 0) return;
+      std::memcpy(all_.data() + at, his, bytes);
+      his += bytes;
+    });
+    release(from);
+  }
+}
+
+// The first rank hands its data to the others of its group.
+void Assembly::spread(Head* head, std::byte* data, std::size_t bytes) {
+  const std::vector<int>& group = groups_[mine_];
+  if (rank_ == group.front()) {
+    for (std::size_t i = 1; i < group.size(); ++i) send(group[i], *head, data, bytes);
+    return;
+  }
+  const std::byte* his = receive(group.front(), head, bytes);
+  if (his != nullptr && bytes != 0) std::memcpy(data, his, bytes);
+  release(group.front());
+}
+
+// Everybody gets what all brought.
+Assembly::Head Assembly::exchange(Head head, const std::byte* mine,
+                                  const std::vector<std::size_t>& lengths) {
+  const auto length = [&](int q) { return lengths.empty() ? 0 : lengths[q]; };
+  std::size_t at = 0;
+  lay_out([&](int g) {
+    const std::size_t begin = at;
+    for (const int q : groups_[g]) {
+      at_[q] = at;
+      at += length(q);
+    }
+    return at - begin;
+  });
+  if (mine != nullptr && length(rank_) != 0)
+    std::memcpy(all_.data() + at_[rank_], mine, length(rank_));
+  collect(&head, mine, length, [&](int q) { return all_.data() + at_[q]; });
+  disseminate(&head);
+  spread(&head, all_.data(), at);
+  return head;
+}
+
+std::uint64_t Assembly::meet(const Signature& signature, std::uint64_t hash, std::uint64_t amount,
+                             const std::byte* mine, const std::vector<std::size_t>& lengths) {
+  const Head head = exchange({amount, {hash, hash}, {rank_, rank_}}, mine, lengths);
+  if (!head.agreed()) disagree(head, signature);
+  return head.amount;
+}
+
+void Assembly::disagree(const Head& head, const Signature& signature) {
+  // All know the same two ranks that differ, and now get their signatures.
+  const std::uint64_t call = call_;
+  std::vector<std::size_t> of_two(n_, 0);
+  for (const int r : head.rank) of_two[r] = sizeof(Signature);
+  exchange({0, {0, 0}, {0, 0}}, reinterpret_cast<const std::byte*>(&signature), of_two);
+  std::string sides;
+  for (const int r : head.rank) {
+    Signature his;
+    std::memcpy(&his, brought(r), sizeof his);
+    sides += (sides.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + his.describe();
+  }
+  throw Error(ErrorKind::mismatch, "the ranks disagree about call " + std::to_string(call) +
+                                       " of this communicator: " + sides +
+                                       ". Nothing was written; the communicator stays usable");
+}
+
+// ---- small calls ------------------------------------------------------------------------------
+
+// Bytes of rank q's input that others need.
+std::size_t Assembly::contribution(const Call& call, int q) const {
+  const std::size_t e = size_of(call.dtype);
+  switch (call.collective) {
+    case Collective::all_reduce:
+    case Collective::reduce:
+      return call.count * e;
+    case Collective::broadcast:
+      return q == call.root ? call.count * e : 0;
+    case Collective::all_gather:
+    case Collective::gather:
+      return call.out.length(q) * e;
+    case Collective::reduce_scatter:
+    case Collective::all_to_all:
+      return call.in.total(n_) * e;
+    case Collective::scatter:
+      return q == call.root ? call.in.total(n_) * e : 0;
+    case Collective::barrier:
+      break;
+  }
+  return 0;
+}
+
+bool Assembly::fits(const Call& call, std::size_t limit) const {
+  // Blocks from tables may lie apart, and those of an uneven all_to_all are known to pairs only.
+  const bool plain =
+      !call.in.is_table() && (!call.out.is_table() || call.collective == Collective::all_gather ||
+                              call.collective == Collective::gather);
+  if (!plain) return false;
+  limit = std::min(limit, links_.slot_bytes - sizeof(Head));
+  std::size_t total = 0;
+  for (int q = 0; q < n_; ++q) {
+    const std::size_t bytes = contribution(call, q);
+    if (bytes > limit || (total += bytes) > limit) return false;
+  }
+  return true;
+}
+
+void Assembly::run(const Call& call, const Signature& signature, std::uint64_t hash) {
+  lengths_.resize(n_);
+  for (int q = 0; q < n_; ++q) lengths_[q] = contribution(call, q);
+  meet(signature, hash, 0, call.input, lengths_);
+  const std::size_t e = size_of(call.dtype);
+  const auto copy = [&](std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes != 0) std::memcpy(to, from, bytes);
+  };
+  const auto combine = [&](std::size_t offset, std::uint64_t count) {
+    if (count == 0) return;
+    operands_.resize(n_);
+    for (int q = 0; q < n_; ++q) operands_[q] = brought(q) + offset;
+    void* out = call.output;
+    Finish finish;
+    if (call.op == Op::avg) finish.divisor = n_;
+    reduce_fn({call.dtype, call.op})(&out, 1, operands_.data(), n_, count, finish);
+  };
+  switch (call.collective) {
+    case Collective::reduce:
+      if (rank_ != call.root) return;
+      [[fallthrough]];
+    case Collective::all_reduce:
+      return combine(0, call.count);
+    case Collective::reduce_scatter:
+      return combine(call.in.offset(rank_) * e, call.in.length(rank_));
+    case Collective::broadcast:
+      return copy(call.output, brought(call.root), call.count * e);
+    case Collective::gather:
+      if (rank_ != call.root) return;
+      [[fallthrough]];
+    case Collective::all_gather:
+      for (int q = 0; q < n_; ++q)
+        copy(call.output + call.out.offset(q) * e, brought(q), call.out.length(q) * e);
+      return;
+    case Collective::scatter:
+      return copy(call.output, brought(call.root) + call.in.offset(rank_) * e,
+                  call.in.length(rank_) * e);
+    case Collective::all_to_all:
+      for (int q = 0; q < n_; ++q)
+        copy(call.output + call.out.offset(q) * e, brought(q) + call.in.offset(rank_) * e,
+             call.out.length(q) * e);
+      return;
+    case Collective::barrier:
+      return;
+  }
+}
+
+bool Assembly::fits_by_group(const Call& call, std::size_t limit) const {
+  const std::size_t bytes = call.count * size_of(call.dtype), count = groups_.size();
+  return call.count <= limit && bytes <= limit / count &&
+         bytes * count + sizeof(Head) <= links_.slot_bytes;
+}
+
+void Assembly::all_reduce_by_group(const Call& call, const Signature& signature,
+                                   std::uint64_t hash) {
+  const std::size_t bytes = call.count * size_of(call.dtype);
+  const std::vector<int>& group = groups_[mine_];
+  const auto reduce = reduce_fn({call.dtype, call.op});
+  const bool first = rank_ == group.front();
+  Head head{0, {hash, hash}, {rank_, rank_}};
+  lay_out([&](int) { return bytes; });
+  if (staged_.size() < group.size() * bytes) staged_.resize(group.size() * bytes);
+  const auto staged = [&](std::size_t i) { return staged_.data() + i * bytes; };
+
+  std::size_t next = 1;  // in the order in which they are asked
+  collect(&head, call.input, [&](int) { return bytes; }, [&](int) { return staged(next++); });
+  if (first && head.agreed() && call.count != 0) {
+    operands_.assign(1, call.input);
+    for (std::size_t i = 1; i < group.size(); ++i) operands_.push_back(staged(i));
+    void* out = all_.data() + group_at_[mine_];
+    reduce(&out, 1, operands_.data(), static_cast<int>(operands_.size()), call.count, Finish{});
+  }
+  disseminate(&head);
+  if (first && head.agreed() && call.count != 0) {
+    operands_.clear();
+    for (std::size_t g = 0; g < groups_.size(); ++g)  // in order of their first ranks
+      operands_.push_back(all_.data() + group_at_[g]);
+    Finish finish;
+    if (call.op == Op::avg) finish.divisor = n_;
+    void* out = call.output;
+    reduce(&out, 1, operands_.data(), static_cast<int>(operands_.size()), call.count, finish);
+  }
+  spread(&head, call.output, bytes);
+  if (!head.agreed()) disagree(head, signature);
+}
+
+}  // namespace collectives
