@@ -74,10 +74,22 @@ def registry(n: int, nodes: Sequence[int] = ()) -> list[tuple[str, str]]:
     ]
 
 
+def compositions(n: int, nodes: Sequence[int]) -> list[tuple[str, str]]:
+    """Every hierarchical(intra, inter) of registered parts, with what it can do on these nodes."""
+    single = [info.name for info in cc.algorithms() if info.name != "hierarchical"]
+    return [
+        (name, collective)
+        for name in (f"hierarchical({inner}, {outer})" for inner in single for outer in single)
+        for collective in COLLECTIVES
+        if not why_unsupported(name, collective, n, node=nodes)
+    ]
+
+
 def sweep(
     n: int,
     pairs: Iterable[tuple[str | None, str]],
     counts: Sequence[int] = COUNTS,
+    nodes: Sequence[int] = (),
     **fixed: Any,
 ) -> Iterator[Case]:
     """For each (algorithm, collective) and count: in and out of place, over dtypes, ops, roots."""
@@ -103,14 +115,14 @@ def sweep(
                     v=collective in VARIANTS and i % 5 == 0,
                     seed=i,
                 )._replace(**fixed)
-                yield case._replace(v=case.v and not forwards(algorithm, collective, n))
+                yield case._replace(v=case.v and not forwards(algorithm, collective, n, nodes))
 
 
-def forwards(algorithm: str | None, collective: str, n: int) -> bool:
+def forwards(algorithm: str | None, collective: str, n: int, nodes: Sequence[int] = ()) -> bool:
     """Whether blocks of all_to_all go through third ranks, which do not know unequal lengths."""
     if collective != "all_to_all" or algorithm is None:
         return False
-    rounds = cc.schedule(algorithm, collective, n).rounds
+    rounds = cc.schedule(algorithm, collective, n, node=nodes).rounds
     return any((t.src, t.dst) != divmod(t.chunk, n) for transfers in rounds for t in transfers)
 
 

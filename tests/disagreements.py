@@ -14,6 +14,9 @@ from cases import Case
 import collectives as cc
 
 
+BY_NODE = "hierarchical(direct_two_shot, direct_one_shot)"
+
+
 class Disagreement(NamedTuple):
     """call(comm, deviates, x, out): x and out hold 2·size rows of float64, more than is needed.
 
@@ -53,6 +56,11 @@ DISAGREEMENTS = [
     Disagreement(
         "count in a forced algorithm",
         lambda c, d, x, out: c.all_reduce(x[:101] if d else x[:100], algorithm="ring"),
+        ("count=100,", "count=101,"),
+    ),
+    Disagreement(
+        "count where ranks combine by node",
+        lambda c, d, x, out: c.all_reduce(x[:101] if d else x[:100], algorithm=BY_NODE),
         ("count=100,", "count=101,"),
     ),
     Disagreement(

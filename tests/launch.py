@@ -18,9 +18,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
+if TYPE_CHECKING:
+    from virtual_hosts import Placement
 
 TESTS = Path(__file__).resolve().parent
 WORKERS = TESTS / "workers"
@@ -81,13 +84,17 @@ def run(
     options: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
+    hosts: Placement | None = None,
 ) -> Result:
     """Runs `script` (in tests/workers, or a path) as n ranks; ends all of them at the deadline.
 
     options  of `python -m collectives run`
     env      variables for all ranks
+    hosts    where the ranks are, if not on this host
     """
     start, environment = command(launcher, n)
+    if hosts is not None:
+        start = hosts.command(start, launcher)
     line = [*start, *options, str(WORKERS / script), *map(str, arguments)]
     environment |= env or {}
     began = time.monotonic()

@@ -90,28 +90,29 @@ def test_queued_and_grouped_calls(n, how):
 
 @pytest.mark.parametrize(
     "nodes",
-    [(0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1, 2), (0, 0, 0, 1, 1, 2, 2, 2)],
+    [
+        (0, 1),
+        (0, 0, 1, 1),
+        (0, 1, 0, 1),
+        (0, 0, 0, 1),
+        (0, 0, 0, 1, 1, 2),
+        (0, 0, 0, 1, 1, 2, 2, 2),
+    ],
     ids=str,
 )
 def test_several_nodes(nodes):
     n = len(nodes)
     pairs = [*cases.registry(n, nodes), *AUTO]
     assert any(name == "hierarchical" for name, _ in pairs)
-    cases.on_threads(n, cases.sweep(n, pairs, (0, 1, 17, 289, 4099, 50_000)), nodes)
+    cases.on_threads(n, cases.sweep(n, pairs, (0, 1, 17, 289, 4099, 50_000), nodes), nodes)
 
 
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 0, 1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 0, 1, 1, 2), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_every_composition(nodes):
     n = len(nodes)
-    single = [info.name for info in cc.algorithms() if info.name != "hierarchical"]
-    pairs = [
-        (name, collective)
-        for name in (f"hierarchical({inner}, {outer})" for inner in single for outer in single)
-        for collective in COLLECTIVES
-        if not cases.why_unsupported(name, collective, n, node=nodes)
-    ]
+    pairs = cases.compositions(n, nodes)
     assert len(pairs) > 20
-    cases.on_threads(n, cases.sweep(n, pairs, (1, 65, 4099)), nodes)
+    cases.on_threads(n, cases.sweep(n, pairs, (1, 65, 4099), nodes), nodes)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])

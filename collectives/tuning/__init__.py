@@ -209,9 +209,7 @@ def _override(table: list[Choice], rule: Rule) -> list[Choice]:
     return merged
 
 
-def host_tuning(
-    nranks: int, ncpus: int, *, messages: bool, nnodes: int = 1
-) -> _core.HostTuning:
+def host_tuning(nranks: int, ncpus: int, *, messages: bool, nnodes: int = 1) -> _core.HostTuning:
     """Sizes for the host engine with `nranks` ranks on a node that may run on `ncpus` CPUs.
 
     messages  True if some ranks are reached through MPI only

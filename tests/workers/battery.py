@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--how", default="blocking")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--mpi4py", action="store_true")
+    parser.add_argument("--compositions", action="store_true")
+    parser.add_argument("--expect-nodes", type=numbers, default=None)
     args = parser.parse_args()
     world: Any = None
     if args.mpi4py or args.parts or args.nodes:
@@ -49,6 +51,8 @@ def main() -> None:
     comm = cc.init(timeout=30)
     if args.nodes:
         assert comm.nodes == args.nodes, (comm.nodes, args.nodes)
+    if args.expect_nodes:
+        assert comm.nodes == args.expect_nodes, (comm.nodes, args.expect_nodes)
     done = everything(comm, args)
     if args.parts:
         done += parts(comm, world)
@@ -63,8 +67,14 @@ def main() -> None:
 def everything(comm: cc.Communicator, args: argparse.Namespace) -> int:
     """The registry, and what is chosen by itself; small arrays and large ones."""
     pairs = [*cases.registry(comm.size, comm.nodes), *AUTO]
-    done = cases.run_cases(comm, cases.sweep(comm.size, pairs, args.counts, how=args.how))
-    large = cases.sweep(comm.size, pairs, args.large, dtype="float32", op="sum", how=args.how)
+    if args.compositions:
+        pairs += cases.compositions(comm.size, comm.nodes)
+    done = cases.run_cases(
+        comm, cases.sweep(comm.size, pairs, args.counts, comm.nodes, how=args.how)
+    )
+    large = cases.sweep(
+        comm.size, pairs, args.large, comm.nodes, dtype="float32", op="sum", how=args.how
+    )
     done += cases.run_cases(comm, large)
     if comm.transports == "shm":  # where peers read each other's memory
         huge = cases.sweep(comm.size, AUTO, (70_001, 600_001), dtype="float32", op="sum")
