@@ -84,7 +84,8 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._memory = SymmetricMemory(self._core, bootstrap)
         self._choices = {}
         self._forced = {}
-        self._tuner = Tuner(self.nodes, self._one_region, settings.algorithm)
+        self._hardware = connection.hardware
+        self._tuner = Tuner(self.nodes, self._one_region, settings.algorithm, connection.table)
         table = self._table("all_reduce")
         self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:
@@ -230,5 +231,10 @@ class Communicator(Reductions, Movements, PointToPoint):
         from .tuning.explain import explain
 
         return explain(
-            collective, nbytes, self.nodes, one_region=self._one_region, tuner=self._tuner
+            collective,
+            nbytes,
+            self.nodes,
+            one_region=self._one_region,
+            tuner=self._tuner,
+            transport=self.transports if self.size > 1 else None,
         )

@@ -259,6 +259,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "COLLECTIVES_DEBUG", _debug, "off", "what is told on standard error: off, info or trace"
     ),
+    Variable(
+        "COLLECTIVES_TABLE",
+        _text,
+        "",
+        "file of the measured table, for tune and for choosing; off: none",
+    ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
         "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
@@ -316,6 +322,7 @@ class Settings:
     transport: str
     timeout: float
     debug: str
+    table: str
     node: str
     simd: str
     rank: int | None

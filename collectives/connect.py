@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from . import _core
 from .bootstrap import Bootstrap, Mpi, host_key, node_key
 from .config import Settings
-from .errors import BootstrapError, CollectiveError, UnsupportedError
-from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes
+from .errors import BootstrapError, CollectiveError, ConfigError, UnsupportedError
+from .hardware import cpu_model, interfaces, network_name
+from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes, tables
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
     from ._core import HostTuning, MpiTransport, Region
+    from .tuning.tables import Table
 
 # Regions of thread ranks, by the job of their bootstrap: the creator puts it here, the others find
 # it.
@@ -29,12 +31,16 @@ class Connection(NamedTuple):
     nodes     node of every rank
     tuning    sizes for the host engine
     fallback  why MPI is used within nodes too, "" if it is not
+    hardware  what measured times depend on, as all ranks tell it
+    table     what was measured on such ranks, None if nothing was
     """
 
     core: Core
     nodes: list[int]
     tuning: HostTuning
     fallback: str
+    hardware: dict[str, str]
+    table: Table | None
 
 
 class _Reach(NamedTuple):
@@ -81,8 +87,14 @@ def connect(
     pull = not threads and all(
         _core.can_read_process(infos[r]["pid"], *infos[r]["probe"]) for r in together
     )
-    verdicts = [json.loads(b) for b in bootstrap.all_gather(json.dumps([failure, pull]).encode())]
-    words = "; ".join(f"rank {r}: {why}" for r, (why, _) in enumerate(verdicts) if why)
+    hardware = tables.hardware_of(infos)
+    layouts, refused = _measured_layouts(settings, hardware) if rank == 0 else ({}, "")
+    mine = json.dumps([failure, pull, layouts, refused])
+    verdicts = [json.loads(b) for b in bootstrap.all_gather(mine.encode())]
+    words = "; ".join(f"rank {r}: {v[0]}" for r, v in enumerate(verdicts) if v[0])
+    layouts, refused = verdicts[0][2:]
+    if refused:
+        raise ConfigError(refused)
     fallback = ""
     if words:
         if not has_mpi or transport == "shm":
@@ -114,7 +126,7 @@ def connect(
         mpi=mpi,
         threads=threads,
         tuning=tuning,
-        can_pull=all(may for _, may in verdicts),
+        can_pull=all(v[1] for v in verdicts),
         slot_bytes=min(slots, default=1 << 20),
         timeout=bootstrap.timeout,
     )
@@ -122,7 +134,21 @@ def connect(
     if region is not None and not threads:
         region.close_handle()
     _thread_regions.pop(bootstrap.job, None)
-    return Connection(core, nodes, tuning, fallback)
+    key = tables.layout_key(core.transports, nodes)
+    table = tables.parse(layouts[key], layouts["path"]) if key in layouts else None
+    return Connection(core, nodes, tuning, fallback, hardware, table)
+
+
+def _measured_layouts(settings: Settings, hardware: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """The layouts in the table's file, and its path; or why the file is refused."""
+    if settings.table == "off":
+        return {}, ""
+    path = tables.path_for(hardware, settings.table)
+    try:
+        found = tables.load(path, hardware)
+    except ConfigError as error:
+        return {}, str(error)
+    return ({**found, "path": str(path)} if found else {}), ""
 
 
 def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]:
@@ -130,6 +156,10 @@ def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]
     mine = {
         "host": host_key(),
         "node": node_key(settings),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "network": network_name(interfaces()),
+        "mpi": str(_core.loaded_mpi()["version"]) if bootstrap.kind == "mpi" else "",
         "transport": settings.transport,
         "pid": os.getpid(),
         "probe": _core.pull_probe(),

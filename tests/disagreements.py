@@ -13,7 +13,6 @@ from cases import Case
 
 import collectives as cc
 
-
 BY_NODE = "hierarchical(direct_two_shot, direct_one_shot)"
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from .. import _core
 from ..communicator import Communicator
 from ..errors import CollectiveError
+from ..hardware import cpu_model
 
 _EXCHANGE_ROUNDS = 200  # times 50 exchanges: 2 ms near, 12 ms far
 _PACKAGES = ("torch", "jax", "cupy", "mpi4py", "ml_dtypes", "matplotlib")
@@ -32,15 +33,6 @@ from mpi4py import MPI
 from collectives import _core
 print(json.dumps(_core.loaded_mpi()))
 """
-
-
-def cpu_model() -> str:
-    """Name of the processor, as the kernel tells it."""
-    for line in _lines("/proc/cpuinfo"):
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def cores(comm: Communicator) -> int:
@@ -177,8 +169,13 @@ def header(comm: Communicator, command: str) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
         "command": command,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
     }
+
+
+def now() -> str:
+    """Date and time, as results carry it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def warnings(comm: Communicator, cores: int) -> list[str]:

@@ -42,6 +42,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.clock = Clock(self.comm)
         self.cores = cores(self.comm)
+        table = self.comm._tuner.measured
+        self.figures = table.figures if table is not None else None
         self.buffers = Buffers(self.comm, self.capacity, symmetric=self.symmetric)
         self._ordinary = self.buffers
         self.last = np.zeros(self.comm.size, np.int64)  # calls that each rank ended last
@@ -119,6 +121,7 @@ class Bench:
             comm.transports,
             root=case.root,
             cores=self.cores,
+            figures=self.figures,
         )
         self.last += ours.last
         algbw = bandwidth(nbytes, ours.median)
@@ -180,13 +183,7 @@ def elements_of(case: Case, wanted: Sequence[int]) -> list[int]:
 
 def candidates(comm: Communicator, collective: str, root: int = 0) -> list[str]:
     """Every algorithm that can do `collective` on these ranks, and what the tuner chooses."""
-    names = [a.name for a in algorithms()]
-    names += [c.algorithm for c in comm._tuner.table(collective) if c.algorithm not in names]
-    return [
-        name
-        for name in names
-        if not why_unsupported(name, collective, comm.size, root=root, node=comm.nodes)
-    ]
+    return comm._tuner.candidates(collective, root)
 
 
 def check_case(comm: Communicator, case: Case, algorithm: str, order: str | None) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..bench import machine, peers, report
 from ..bench.cases import ROOTED, Case, places
 from ..bench.measuring import Bench, candidates, check_case, elements_of, sizes
@@ -307,11 +309,10 @@ def _fit(comm: Communicator, results: Results) -> str:
         for name, seconds in times.items()
     ]
     lines = [f"cost model fitted to these times ({comm.transports}):"]
-    for kind, link in model.fit(measured, comm.nodes).items():
-        lines.append(
-            f'  "{kind}": LinkModel({link.alpha_s:.3g}, {link.beta_s_per_byte:.3g}, '
-            f"{link.gamma_s_per_byte:.3g}),"
-        )
+    figures = model.fit(measured, comm.nodes, comm.transports)
+    lines += [f"  {kind}: {model.in_words(found)}" for kind, found in figures.items()]
+    off = model.errors(measured, comm.nodes, comm.transports, figures)
+    lines.append(f"predictions are off by {np.median(off):.0%} (median of {len(off)})")
     return "\n".join(lines)
 
 

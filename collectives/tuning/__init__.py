@@ -1,20 +1,24 @@
 """Choosing: which algorithm serves a call, and the sizes at which ways change. No other file holds
 a size threshold.
 
-`Tuner.choose` answers for one communicator: a forced rule (COLLECTIVES_ALGORITHM) first, then the
-table below. The entries come from `python -m collectives compare` on hosts with shared memory and
+`Tuner.choose` answers for one communicator: a forced rule (COLLECTIVES_ALGORITHM) first, then what
+`python -m collectives tune` measured on these ranks (`tables.py`), then the table below. Its
+entries come from `python -m collectives compare` on hosts with shared memory and
 with MPI between them; the model in `model.py` predicts times for `explain` and for sizes between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _core
 from ..config import Rule
 from ..errors import TopologyError, did_you_mean
-from ..schedule import why_unsupported
+from ..schedule import algorithms, why_unsupported
+
+if TYPE_CHECKING:
+    from .tables import Table
 
 # The largest size, as an open end.
 ANY_SIZE = (1 << 64) - 1
@@ -33,6 +37,8 @@ MPI_DEPTH = 4
 # and 102.
 ASSEMBLED = 16 << 10
 ASSEMBLED_BY_NODE = 128 << 10
+# The composition that does so.
+BY_NODE = "hierarchical(direct_two_shot, direct_one_shot)"
 
 
 class Choice(NamedTuple):
@@ -93,7 +99,7 @@ def _several_nodes(collective: str, nranks: int, nnodes: int) -> list[Choice]:
     """Nodes of several ranks: what crosses the network is reduced within the node first."""
     table = {
         "all_reduce": [
-            Choice(ASSEMBLED_BY_NODE // nnodes, "hierarchical(direct_two_shot, direct_one_shot)"),
+            Choice(ASSEMBLED_BY_NODE // nnodes, BY_NODE),
             Choice(ANY_SIZE, "hierarchical(direct_two_shot, halving_doubling)"),
         ],
         "reduce_scatter": [Choice(ANY_SIZE, "hierarchical(direct_two_shot, halving_doubling)")],
@@ -121,12 +127,20 @@ class Tuner:
     node          node of each rank
     one_region    True if all ranks share memory
     rules         forced choices, from COLLECTIVES_ALGORITHM
+    measured      what was measured on these ranks, None if nothing was
     """
 
-    def __init__(self, node: list[int], one_region: bool, rules: Iterable[Rule] = ()) -> None:
+    def __init__(
+        self,
+        node: list[int],
+        one_region: bool,
+        rules: Iterable[Rule] = (),
+        measured: Table | None = None,
+    ) -> None:
         self.node = node
         self.nranks = len(node)
         self.one_region = one_region
+        self.measured = measured
         self.rules = tuple(rule for rule in rules if rule.algorithm != "auto")
         self._tables: dict[str, list[Choice]] = {}
 
@@ -157,6 +171,9 @@ class Tuner:
         rule = self.rule(collective, nbytes)
         if rule is not None:
             return f"forced by COLLECTIVES_ALGORITHM ({rule})"
+        if self._from_measured(collective) is not None:
+            assert self.measured is not None
+            return f"the fastest as measured on these ranks ({self.measured.origin})"
         if self.one_region:
             return "all ranks share memory, so one hop reaches everybody"
         if len(set(self.node)) == 1:
@@ -168,8 +185,38 @@ class Tuner:
             "network"
         )
 
+    def candidates(self, collective: str, root: int = 0) -> list[str]:
+        """Every algorithm that can do `collective` on these ranks, and, on several nodes of several
+        ranks, compositions with every algorithm between the nodes.
+        """
+        names = [a.name for a in algorithms()]
+        if len(set(self.node)) not in (1, self.nranks):
+            names.remove("hierarchical")
+            names += [f"hierarchical(direct_two_shot, {name})" for name in names]
+        names += [c.algorithm for c in self.table(collective) if c.algorithm not in names]
+        return [
+            name
+            for name in names
+            if not why_unsupported(name, collective, self.nranks, root=root, node=self.node)
+        ]
+
+    def _from_measured(self, collective: str) -> list[Choice] | None:
+        """What was measured, where all of it can run here: a table may name algorithms that a
+        program has registered.
+        """
+        choices = self.measured.choices.get(collective) if self.measured is not None else None
+        if choices is None:
+            return None
+        names = {choice.algorithm for choice in choices}
+        if any(why_unsupported(n, collective, self.nranks, node=self.node) for n in names):
+            return None
+        return list(choices)
+
     def _merge(self, collective: str) -> list[Choice]:
-        if self.one_region:
+        found = self._from_measured(collective)
+        if found is not None:
+            table = found
+        elif self.one_region:
             table = _shared_memory(collective, self.nranks)
         elif len(set(self.node)) in (1, self.nranks):  # one node: its ranks share no memory
             table = _one_rank_a_node(collective, self.nranks)
@@ -234,18 +281,22 @@ def host_tuning(nranks: int, ncpus: int, *, messages: bool, nnodes: int = 1) -> 
     tuning.spins = 1 if tuning.crowded else 20 if messages else 2000
     tuning.assembled_max = ASSEMBLED
     tuning.assembled_by_node_max = ASSEMBLED_BY_NODE
-    if messages and nnodes > 1:
-        # One slice is on the network while others are within the nodes. 2 hosts x 2 ranks at 10
-        # Gbit/s, 8 MiB: 11.6 ms, with one lane of 256 KiB 18; more bytes on the way than a switch
-        # can hold (4 lanes of 256 KiB, two ranks) are lost, and sent again 200 ms later.
-        tuning.lanes, tuning.segment_bytes = 4, 128 << 10
-    elif messages:
-        # Within a host a message of MPI costs a hand-shake, so there they are few and large (2
-        # ranks, 4 MiB over Open MPI: 670 us with one lane of 256 KiB, 1100 with two of 64 KiB).
-        tuning.lanes, tuning.segment_bytes = 1, 256 << 10
-    else:
-        tuning.lanes, tuning.segment_bytes = 2, 64 << 10
+    # Several nodes: one slice is on the network while others are within the nodes. 2 hosts x 2
+    # ranks at 10 Gbit/s, 8 MiB: 11.6 ms, with one lane of 256 KiB 18. Within a host a message of
+    # MPI costs a hand-shake, so there they are few (2 ranks, 4 MiB over Open MPI: 670 us with one
+    # lane of 256 KiB, 1100 with two of 64 KiB).
+    tuning.lanes = (4 if nnodes > 1 else 1) if messages else 2
+    tuning.segment_bytes = segment_bytes(messages=messages, several_nodes=nnodes > 1)
     return tuning
+
+
+def segment_bytes(*, messages: bool, several_nodes: bool) -> int:
+    """The longest slice of a chunk that the host engine moves at once."""
+    if not messages:
+        return 64 << 10
+    # More bytes on the way than a switch can hold (4 lanes of 256 KiB, two ranks, at 1 Gbit/s) are
+    # lost, and sent again 200 ms later.
+    return 128 << 10 if several_nodes else 256 << 10
 
 
 class RegionSizes(NamedTuple):

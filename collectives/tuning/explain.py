@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..config import format_size
 from ..errors import UnsupportedError
-from ..schedule import algorithms, schedule, why_unsupported
+from ..schedule import algorithms, schedule
 from . import ANY_SIZE, Tuner, model
 
 
@@ -38,16 +38,19 @@ def candidates(
 ) -> list[Candidate]:
     """All algorithms that can serve the call, the fastest first: as measured, else as predicted."""
     n = len(nodes)
-    names = [a.name for a in algorithms()]
-    names += [c.algorithm for c in tuner.table(collective) if c.algorithm not in names]
     found = []
     node = list(nodes) if len(set(nodes)) > 1 else []
-    for name in names:
-        if why_unsupported(name, collective, n, root=root, node=node):
-            continue
+    for name in tuner.candidates(collective, root):
         cost = schedule(name, collective, n, root=root, node=node).cost()
         predicted = model.predict(
-            name, collective, nbytes, nodes, transport, root=root, cores=cores
+            name,
+            collective,
+            nbytes,
+            nodes,
+            transport,
+            root=root,
+            cores=cores,
+            figures=tuner.measured.figures if tuner.measured is not None else None,
         )
         found.append(
             Candidate(
@@ -95,7 +98,7 @@ def explain(
     tuner       what chooses
     transport   "threads", "shm", "mpi" or "shm+mpi"; found from `nodes` and `one_region` otherwise
     cores       that the ranks of a node share; None: each has one of its own
-    measured    seconds by algorithm, to be shown beside
+    measured    seconds by algorithm, to be shown beside; otherwise those of the measured table
     """
     n = len(nodes)
     if collective == "barrier":
@@ -103,7 +106,9 @@ def explain(
     if transport is None:
         alone = len(set(nodes)) == n
         transport = "shm" if one_region else "mpi" if alone else "shm+mpi"
-    forced = any(rule.collective == collective for rule in tuner.rules)
+    if measured is None and tuner.measured is not None:
+        measured = tuner.measured.times(collective, nbytes) or None
+    forced = tuner.rule(collective, nbytes) is not None
     choice = tuner.choose(collective, nbytes)
     lines = [f"{collective} of {_size(nbytes)}, {_ranks(nodes)}, over {transport}", ""]
     if n == 1:

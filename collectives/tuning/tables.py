@@ -1,0 +1,253 @@
+"""The measured table: which algorithm was the fastest, for which collective and size, on these
+ranks; with the times, and the cost model's figures that were fitted to them.
+
+`python -m collectives tune` writes it, and ranks that meet look for it. A file is for one kind of
+hardware, and holds a part for each layout of ranks that was measured:
+
+    {"format": 1,
+     "hardware": {"cpu": ..., "cores": ..., "network": ..., "mpi": ...},
+     "layouts": {"shm+mpi 0,0,1,1": {"date": ..., "version": ..., "choices": ..., "figures": ...,
+                                     "rows": [[collective, algorithm, bytes, seconds], ...]}}}
+
+It is COLLECTIVES_TABLE where that is set, else named after the hardware in a folder `collectives`
+of XDG_CACHE_HOME (~/.cache). Rank 0 reads it and tells the others, so all ranks choose alike,
+whether they share a file system or not. A table of other hardware is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from . import ANY_SIZE, Choice
+from .model import Figures, Measurement
+
+FORMAT = 1
+# What is chosen stays chosen while it is within so much of the fastest: the noise of a median.
+_NEAR = 1.05
+# Calls of all_to_all_v have no size that ranks could compare, and need one that sends directly.
+_ANY_PAIR = 1 << 62
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured for one layout of ranks.
+
+    choices  by collective, by rising size
+    figures  of the cost model, by kind of call
+    rows     what was measured
+    origin   file and date, for people
+    """
+
+    choices: Mapping[str, Sequence[Choice]]
+    figures: Mapping[str, Figures]
+    rows: Sequence[Measurement] = field(repr=False)
+    origin: str = ""
+
+    def times(self, collective: str, nbytes: int) -> dict[str, float]:
+        """Measured seconds by algorithm: between two measured sizes on a straight line of
+        logarithms, none outside of them.
+        """
+        by_name: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows:
+            if row.collective == collective:
+                by_name.setdefault(row.algorithm, []).append((row.nbytes, row.seconds))
+        found = {}
+        for name, points in by_name.items():
+            seconds = _between(sorted(points), nbytes)
+            if seconds is not None:
+                found[name] = seconds
+        return found
+
+
+def _between(points: Sequence[tuple[int, float]], nbytes: int) -> float | None:
+    for (low, before), (high, after) in itertools.pairwise(points):
+        if low <= nbytes <= high and low > 0:
+            share = math.log(nbytes / low) / math.log(high / low)
+            return math.exp(math.log(before) + share * math.log(after / before))
+    return next((seconds for size, seconds in points if size == nbytes), None)
+
+
+def layout_key(transports: str, nodes: Sequence[int]) -> str:
+    """What carries data, and which node each rank is on, nodes numbered as they come."""
+    number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+    return f"{transports} {','.join(str(number[n]) for n in nodes)}"
+
+
+def choices_of(measured: Iterable[Measurement]) -> dict[str, list[Choice]]:
+    """The fastest algorithm for every size, by collective: where two measured sizes have different
+    ones, they change in the (geometric) middle, or where straight lines between the times cross.
+    """
+    times: dict[str, dict[int, dict[str, float]]] = {}
+    for m in measured:
+        times.setdefault(m.collective, {}).setdefault(m.nbytes, {})[m.algorithm] = m.seconds
+    return {collective: _choices(by_size, collective) for collective, by_size in times.items()}
+
+
+def _choices(by_size: dict[int, dict[str, float]], collective: str) -> list[Choice]:
+    found: list[Choice] = []
+    sizes = sorted(by_size)
+    for i, size in enumerate(sizes):
+        at = by_size[size]
+        best = min(at, key=lambda name: at[name])
+        if found:
+            last = found[-1].algorithm
+            if last in at and at[last] <= _NEAR * at[best]:
+                best = last
+            else:
+                limit = _change(by_size, sizes[i - 1], size, last, best)
+                found[-1] = Choice(limit, last)
+        if found and found[-1].algorithm == best:
+            found.pop()
+        found.append(Choice(ANY_SIZE, best))
+    if collective == "all_to_all":
+        found[-1] = Choice(_ANY_PAIR - 1, found[-1].algorithm)
+        found.append(Choice(ANY_SIZE, "direct_two_shot"))
+    return found
+
+
+def _change(
+    by_size: dict[int, dict[str, float]], low: int, high: int, first: str, second: str
+) -> int:
+    """The largest size between `low` and `high` for which `first` stays chosen."""
+    share = 0.5
+    if first in by_size[high] and second in by_size[low]:
+        before = math.log(by_size[low][second] / by_size[low][first])
+        after = math.log(by_size[high][second] / by_size[high][first])
+        if before > 0 > after:
+            share = before / (before - after)
+    start = max(1, low)
+    return max(low, min(high - 1, int(start * (high / start) ** share)))
+
+
+# ---- hardware ------------------------------------------------------------------------------------
+
+
+def hardware_of(infos: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What times depend on besides the layout, from what all ranks say of their hosts."""
+
+    def joined(name: str) -> str:
+        return " | ".join(sorted({str(info[name]) for info in infos}))
+
+    return {
+        "cpu": joined("cpu"),
+        "cores": joined("cores"),
+        "network": joined("network"),
+        "mpi": joined("mpi"),
+    }
+
+
+def refuse(path: Path, found: Mapping[str, Any], hardware: Mapping[str, str]) -> None:
+    """Raises ConfigError, in words, where a table was measured on other hardware."""
+    differing = [
+        f"{name}: measured on {found.get(name, 'nothing')!r}, this is {here!r}"
+        for name, here in hardware.items()
+        if found.get(name) != here
+    ]
+    if differing:
+        raise ConfigError(
+            f"the table {path} was measured on other hardware ({'; '.join(differing)}); measure "
+            "here with python -m collectives tune, or unset COLLECTIVES_TABLE"
+        )
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def path_for(hardware: Mapping[str, str], wanted: str = "") -> Path:
+    """The file with tables for this hardware; `wanted` is COLLECTIVES_TABLE."""
+    if wanted:
+        return Path(wanted)
+    import hashlib  # here: it loads OpenSSL
+
+    digest = hashlib.sha256(json.dumps(hardware, sort_keys=True).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "collectives", f"table-{digest}.json")
+
+
+def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
+    """The layouts in a file, {} where there is no file. Raises ConfigError for one that cannot be
+    read, is no table, or is of other hardware.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the table {path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} is no table of this version (format {FORMAT}): measure anew with python -m "
+            "collectives tune"
+        )
+    refuse(path, content.get("hardware", {}), hardware)
+    return dict(content.get("layouts", {}))
+
+
+def parse(layout: Mapping[str, Any], path: Path | str) -> Table:
+    """A layout of a file. Raises ConfigError where it is not as `entry` makes it."""
+    try:
+        return Table(
+            {
+                collective: [Choice(int(limit), str(name)) for limit, name in choices]
+                for collective, choices in layout["choices"].items()
+            },
+            {kind: Figures.from_json(found) for kind, found in layout["figures"].items()},
+            [Measurement(str(a), str(c), int(b), float(s)) for c, a, b, s in layout["rows"]],
+            f"{path}, {layout['date'][:10]}",
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"the table {path} is damaged ({type(error).__name__}: {error}): measure anew with "
+            "python -m collectives tune"
+        ) from error
+
+
+def entry(
+    choices: Mapping[str, Sequence[Choice]],
+    figures: Mapping[str, Figures],
+    rows: Iterable[Measurement],
+    *,
+    date: str,
+    version: str,
+) -> dict[str, Any]:
+    """A layout, as a file has it."""
+    return {
+        "date": date,
+        "version": version,
+        "choices": {name: [list(choice) for choice in found] for name, found in choices.items()},
+        "figures": {kind: found.as_json() for kind, found in figures.items()},
+        "rows": [[m.collective, m.algorithm, m.nbytes, m.seconds] for m in rows],
+    }
+
+
+def merge(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """`new`, with what `old` has of collectives that were not measured this time."""
+    if old is None:
+        return new
+    kept = [row for row in old["rows"] if row[0] not in new["choices"]]
+    return {
+        **new,
+        "choices": {**old["choices"], **new["choices"]},
+        "rows": [*kept, *new["rows"]],
+    }
+
+
+def save(path: Path, hardware: Mapping[str, str], key: str, layout: dict[str, Any]) -> None:
+    """Puts a layout into the file, beside others of the same hardware. The file is replaced at
+    once, so that no reader finds half of it.
+    """
+    layouts = load(path, hardware)
+    layouts[key] = merge(layouts.get(key), layout)
+    content = {"format": FORMAT, "hardware": dict(hardware), "layouts": layouts}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(json.dumps(content, indent=1) + "\n")
+    written.replace(path)
