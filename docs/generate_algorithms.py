@@ -45,6 +45,8 @@ CHOICE = """\
 
 `algorithm="auto"`, the default, looks the call up in these tables. Sizes are those of the whole
 vector, or of all blocks together. A size belongs to the first entry that is not smaller than it.
+Where `python -m collectives tune` has measured ranks that are placed alike, on the same hardware,
+its [table](nodes.md#tuning) comes first.
 [Benchmarks](benchmarks.md) tells how to see the difference on your machine. `algorithm=` in the
 call, or `COLLECTIVES_ALGORITHM` in the environment, overrides the choice. A barrier is not in the
 table: the check that all ranks have entered the same call is one already.
@@ -53,6 +55,7 @@ table: the check that all ranks have entered the same call is one already.
 WORLDS = {
     "2 ranks that share memory": ([0, 0], True),
     "4 ranks that share memory": ([0] * 4, True),
+    "4 ranks of a node, over MPI": ([0] * 4, False),
     "4 nodes of 1 rank": ([0, 1, 2, 3], False),
     "2 nodes of 4 ranks": ([0] * 4 + [1] * 4, False),
 }

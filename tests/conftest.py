@@ -1,12 +1,24 @@
 """What every test gets: the environment of the tests, without the names that the package refuses.
 
+COLLECTIVES_TEST_NODES=all   runs the whole matrix of virtual hosts (`make test-nodes`)
 COLLECTIVES_TEST_MPICH=DIR   a virtual environment with MPICH, mpi4py and this project, for the
                              tests that start ranks under MPICH; they are skipped without it
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # The package refuses COLLECTIVES_ names that it does not know, so the tests keep theirs under
 # another one. (The workers of pytest-xdist inherit it so.)
 if mpich := os.environ.pop("COLLECTIVES_TEST_MPICH", ""):
     os.environ["TESTS_MPICH"] = mpich
+if nodes := os.environ.pop("COLLECTIVES_TEST_NODES", ""):
+    os.environ["TESTS_NODES"] = nodes
+
+# Tables that were measured on this machine choose otherwise than the tests expect.
+if "TESTS_CACHE" not in os.environ:
+    os.environ["TESTS_CACHE"] = tempfile.mkdtemp(prefix="collectives-tests-")
+    atexit.register(shutil.rmtree, os.environ["TESTS_CACHE"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.environ["TESTS_CACHE"]

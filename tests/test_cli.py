@@ -28,7 +28,7 @@ from collectives.schedule import why_unsupported
 from collectives.tuning import Tuner, model
 from collectives.tuning.explain import explain
 
-COMMANDS = ("info", "bench", "compare", "explain", "draw")
+COMMANDS = ("info", "bench", "compare", "explain", "draw", "tune")
 TINY = ("-b", "4", "-e", "64", "-f", "16", "-n", "3")
 
 
@@ -513,7 +513,7 @@ def test_compare_with_an_algorithm_from_a_file(tmp_path):
     assert {"ring", "direct_one_shot", "ring_of_the_test"} <= names
     assert out.count("*") >= 2
     assert "fastest" in out
-    assert 'LinkModel("' not in out and '"direct": LinkModel(' in out
+    assert "direct: entry" in out and "predictions are off by" in out
     if drawing_:
         assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -592,6 +592,7 @@ def test_predictions_follow_the_costs():
     link = model.LINKS["shm"]["steps"]
     cost = collectives.schedule("ring", "all_reduce", 4).cost()
     seconds = model.predict("ring", "all_reduce", 1 << 20, nodes, "shm")
+    assert seconds is not None
     assert seconds == pytest.approx(
         cost["steps"] * link.alpha_s
         + cost["sent_max"] * (1 << 20) * link.beta_s_per_byte
@@ -609,24 +610,29 @@ def test_predictions_follow_the_costs():
 
 
 def test_the_fit_finds_the_figures_that_made_the_times():
-    made = model.LinkModel(2e-6, 3e-10, 1e-10)
+    made = model.Figures(
+        model.LinkModel(2e-6, 3e-10, 1e-10), model.LinkModel(0, 0), entry_s=1e-6, slice_s=4e-7
+    )
     nodes = [0] * 4
     measured = []
     names = ("ring", "recursive_doubling", "double_binary_tree", "halving_doubling")
     for name, exponent in itertools.product(names, range(2, 24, 3)):
-        near, _ = model.shares(name, "all_reduce", tuple(nodes))
         nbytes = 1 << exponent
-        seconds = (
-            near.steps * made.alpha_s
-            + near.sent * nbytes * made.beta_s_per_byte
-            + near.reduced * nbytes * made.gamma_s_per_byte
-        )
+        figures = {"steps": made}
+        seconds = model.predict(name, "all_reduce", nbytes, nodes, "shm", figures=figures)
         measured.append(model.Measurement(name, "all_reduce", nbytes, seconds))
-    found = model.fit(measured, nodes)
+    # A few that were disturbed do not move what the others say.
+    for i in (3, 11):
+        measured[i] = measured[i]._replace(seconds=measured[i].seconds * 3)
+    found = model.fit(measured, nodes, "shm")
     assert set(found) == {"steps"}
-    assert found["steps"].alpha_s == pytest.approx(made.alpha_s)
-    assert found["steps"].beta_s_per_byte == pytest.approx(made.beta_s_per_byte)
-    assert found["steps"].gamma_s_per_byte == pytest.approx(made.gamma_s_per_byte)
+    assert found["steps"].near.alpha_s == pytest.approx(made.near.alpha_s, rel=0.05)
+    assert found["steps"].near.beta_s_per_byte == pytest.approx(made.near.beta_s_per_byte, rel=0.05)
+    assert found["steps"].near.gamma_s_per_byte == pytest.approx(
+        made.near.gamma_s_per_byte, rel=0.05
+    )
+    assert found["steps"].entry_s == pytest.approx(made.entry_s, rel=0.05)
+    assert found["steps"].slice_s == pytest.approx(made.slice_s, rel=0.1)
 
 
 def test_explain_says_when_another_is_faster():

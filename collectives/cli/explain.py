@@ -77,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if transport == "shm+mpi" and not several:
         raise ConfigError("--transport shm+mpi is for several nodes; give --nodes or --node")
     one_region = transport in ("threads", "shm") or (transport is None and not several)
-    # Over MPI alone each rank is a node of its own for whoever chooses.
-    tuned = list(range(len(nodes))) if transport == "mpi" else nodes
+    # Over MPI alone each rank is a node of its own, unless they are said to be on one.
+    apart = transport == "mpi" and not args.node and not args.nodes
+    tuned = list(range(len(nodes))) if apart else nodes
     tuner = Tuner(tuned, one_region, Settings().algorithm)
     print(
         explain(
