@@ -12,6 +12,7 @@ from .bootstrap import Bootstrap, Mpi, host_key, node_key
 from .config import Settings
 from .errors import BootstrapError, CollectiveError, ConfigError, UnsupportedError
 from .hardware import cpu_model, interfaces, network_name
+from .reach import try_sharing
 from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes, tables
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Connection(NamedTuple):
     core      the core's end
     nodes     node of every rank
     tuning    sizes for the host engine
-    fallback  why MPI is used within nodes too, "" if it is not
+    fallback  why MPI is used where ranks could share memory, "" if it is not
     hardware  what measured times depend on, as all ranks tell it
     table     what was measured on such ranks, None if nothing was
     """
@@ -73,9 +74,16 @@ def connect(
     threads, has_mpi = bootstrap.kind == "threads", bootstrap.kind == "mpi"
     infos = _introduce(bootstrap, settings)
     transport = _agreed_transport(bootstrap, infos)
-    keys = [i["node"] for i in infos]
-    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    nodes = list(nodes) if nodes is not None else [order[k] for k in keys]
+    fallback = ""
+    if nodes is not None:
+        nodes = list(nodes)
+    elif has_mpi and transport != "mpi":
+        nodes, words = try_sharing(bootstrap, [i["node"] for i in infos])
+        if words:
+            fallback = f"ranks of one host count as nodes of their own, joined by MPI: {words}"
+    else:
+        order = {key: i for i, key in enumerate(dict.fromkeys(i["node"] for i in infos))}
+        nodes = [order[i["node"]] for i in infos]
     if len(nodes) != size:
         raise ValueError(f"nodes= names {len(nodes)} ranks, there are {size}")
     reach = _reach(bootstrap, transport, infos, nodes)
@@ -95,7 +103,6 @@ def connect(
     layouts, refused = verdicts[0][2:]
     if refused:
         raise ConfigError(refused)
-    fallback = ""
     if words:
         if not has_mpi or transport == "shm":
             raise BootstrapError(f"the ranks cannot share memory: {words}", rank=rank)
@@ -112,7 +119,7 @@ def connect(
             "MPI, so start the job with mpirun"
         )
     # Programs are cut to the smallest slot that any rank has, so that all cut alike.
-    slots = [region_sizes(n).fifo_slot for n in groups if n > 1 and not fallback]
+    slots = [region_sizes(n).fifo_slot for n in reach.sizes if n > 1]
     if mpi is not None:
         slots.append(MPI_SLOT)
     shares = together if region is not None else []

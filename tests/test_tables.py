@@ -1,4 +1,4 @@
-"""The measured table: tune writes it, ranks that meet find it, explain shows it; what is refused."""
+"""The measured table: tune writes it, ranks find it, explain shows it; and what is refused."""
 
 from __future__ import annotations
 

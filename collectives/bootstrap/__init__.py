@@ -34,10 +34,10 @@ rank 0.
 
 Node identity
 -------------
-Two ranks share memory if `node_key()` is equal: boot id, host name, pid and ipc namespaces, and the
-device number of /dev/shm, since containers of one host may see different ones. COLLECTIVES_NODE is
-added to that, so it can split a host into nodes, to try several on one machine, and can never join
-two hosts by mistake.
+Two ranks may share memory if `node_key()` is equal: boot id, and pid and ipc namespaces, since
+containers of one host cannot reach each other's processes. Where MPI could carry the data instead,
+it is also tried (reach.py). COLLECTIVES_NODE is added to that, so it can split a host into nodes,
+to try several on one machine, and can never join two hosts by mistake.
 """
 
 from __future__ import annotations

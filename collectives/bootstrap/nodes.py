@@ -8,25 +8,23 @@ from ..config import Settings
 
 
 def host_key() -> str:
-    """Equal on two ranks if they can share memory: the same kernel, namespaces and /dev/shm."""
+    """Equal on two ranks if they may share memory: the same boot of the same kernel, and the same
+    process and IPC namespaces. Host names do not count: two hosts may have the same one.
+    """
     from hashlib import sha256  # here: it loads OpenSSL
 
-    parts = [os.uname().nodename]
+    parts = []
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts.append(file.read().strip())
     except OSError:
-        parts.append("")  # not Linux: the host name decides
+        parts.append(os.uname().nodename)  # not Linux, or hidden: the host name has to decide
     for path in ("/proc/self/ns/pid", "/proc/self/ns/ipc"):
         try:
             parts.append(os.readlink(path))
         except OSError:
             parts.append("")
-    try:
-        parts.append(str(os.stat("/dev/shm").st_dev))
-    except OSError:
-        parts.append("")
-    return f"{parts[0]}-{sha256('|'.join(parts).encode()).hexdigest()[:16]}"
+    return sha256("|".join(parts).encode()).hexdigest()[:16]
 
 
 def node_key(settings: Settings | None = None) -> str:

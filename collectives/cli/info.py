@@ -12,11 +12,11 @@ from typing import Any
 
 from .. import _core
 from ..bench import machine
-from ..bootstrap import host_key
 from ..communicator import Communicator
 from ..config import VARIABLES, Settings
 from ..tuning import MPI_DEPTH, MPI_SLOT, region_sizes
 from . import _common, _ranks
+from . import _machines as machines
 
 EXAMPLES = """\
 examples:
@@ -45,8 +45,7 @@ def _show(comm: Communicator, args: argparse.Namespace) -> int:
 
 def collect(comm: Communicator) -> dict[str, Any]:
     """All facts, as JSON has them. Collective; complete on rank 0."""
-    host = host_key().partition("-")[0]
-    hosts = [b.decode() for b in comm._bootstrap.all_gather(host.encode())]
+    places = machines.places(comm)
     exchange = machine.exchange_ns(comm)
     settings = Settings()
     shown = {
@@ -58,7 +57,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "ranks": comm.size,
         "nodes": len(set(comm.nodes)),
         "node_of_rank": comm.nodes,
-        "host_of_rank": hosts,
+        "host_of_rank": [place.host for place in places],
         "met_through": comm._bootstrap.kind,
         "transports": comm.transports,
         "fallback": comm.fallback,
@@ -71,6 +70,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
             "huge_pages": machine.huge_pages(),
             "exchange_ns": exchange,
         },
+        "machines": machines.machines(comm, places),
         "memory": _memory(comm),
         "mpi": machine.mpi(comm) if comm.rank == 0 else {},
         "versions": machine.versions(),
@@ -149,7 +149,8 @@ def as_text(facts: dict[str, Any]) -> str:
     if facts["environment"]:
         words = ", ".join(f"{k}={v}" for k, v in facts["environment"].items())
         lines.append(("environment", words))
-    return "\n".join(f"{name:12} {value}" for name, value in lines)
+    text = [f"{name:12} {value}" for name, value in lines]
+    return "\n".join([*text, "", *machines.draw(facts["machines"])])
 
 
 def _name_ranks(members: list[int]) -> str:
