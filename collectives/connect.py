@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import _core
 from .bootstrap import Bootstrap, Mpi, host_key, node_key
+from .bootstrap.mailboxes import Mailboxes
 from .config import Settings
 from .errors import BootstrapError, CollectiveError, UnsupportedError
 from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes
@@ -26,12 +27,14 @@ class Connection(NamedTuple):
     """What a communicator is made of.
 
     core      the core's end
+    bootstrap the way to meet from now on
     nodes     node of every rank
     tuning    sizes for the host engine
     fallback  why MPI is used within nodes too, "" if it is not
     """
 
     core: Core
+    bootstrap: Bootstrap
     nodes: list[int]
     tuning: HostTuning
     fallback: str
@@ -98,6 +101,7 @@ def connect(
         slots.append(MPI_SLOT)
     shares = together if region is not None else []
     core = _core.Communicator(
+        name=bootstrap.job,
         rank=rank,
         nranks=size,
         node=nodes,
@@ -110,11 +114,16 @@ def connect(
         slot_bytes=min(slots, default=1 << 20),
         timeout=bootstrap.timeout,
     )
+    if isinstance(bootstrap, Mailboxes):
+        # From the memory of another communicator into that of this one.
+        assert core.council is not None
+        bootstrap = bootstrap.moved_to(core.council)
     bootstrap.barrier()
+    core.watch_peers()
     if region is not None and not threads:
         region.close_handle()
     _thread_regions.pop(bootstrap.job, None)
-    return Connection(core, nodes, tuning, fallback)
+    return Connection(core, bootstrap, nodes, tuning, fallback)
 
 
 def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]:
