@@ -236,3 +236,23 @@ def test_what_is_forgotten_counts_as_outdated():
             assert council.settle(1, BUILT) == _core.outdated
 
     assert outcomes(2, body) == [None, None]
+
+
+# ---- MPI ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+def test_survivors_under_an_mpi_that_lets_them_live():
+    """Open MPI's mpirun --enable-recovery; shrinking itself needs nothing of MPI within a host."""
+    recovery = {"PRTE_MCA_prte_enable_recovery": "1"}
+    got = launch.run(
+        3, "shrinking.py", "killed", "--victims", "1", launcher="openmpi", env=recovery
+    )
+    for words in ("rank 0 went on as 0 of 2\n", "rank 2 went on as 1 of 2\n"):
+        assert words in got.output, got
+
+
+@pytest.mark.mpi
+def test_between_nodes_only_a_whole_communicator_can_shrink():
+    got = launch.run(3, "shrinking.py", "nodes", launcher="openmpi").expect(status=0)
+    assert got.output.count("UnsupportedError: shrink: the ranks are on several nodes") == 3, got

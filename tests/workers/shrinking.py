@@ -11,6 +11,7 @@ in_shrink                       the first is killed, the second in the middle of
 in_subgroup                     in a call of a subgroup, which shrinks; then the world does
 queued                          while asynchronous calls are outstanding
 healthy                         nobody ends
+nodes                           under MPI, on several nodes
 again                           one after the other, until one rank is left
 """
 
@@ -108,7 +109,30 @@ def go_on(old: cc.Communicator, gone: list[int], timeout: float) -> Any:
     return new
 
 
+def over_mpi() -> None:
+    """Two nodes: whole, a communicator can be duplicated; after an abort it is lost."""
+    from mpi4py import MPI
+
+    os.environ["COLLECTIVES_NODE"] = f"node{MPI.COMM_WORLD.rank // 2}"
+    comm = cc.init(timeout=30)
+    whole = comm.shrink()
+    assert (whole.size, whole.rank) == (comm.size, comm.rank)
+    check(whole)
+    whole.close()
+    if comm.rank == 2:
+        comm.abort("enough")
+    until_it_fails(comm, 100)
+    try:
+        comm.shrink(timeout=5)
+    except cc.UnsupportedError as error:
+        tell(f"UnsupportedError: {error}")
+    MPI.COMM_WORLD.Barrier()  # until all have told
+
+
 def main(args: argparse.Namespace) -> None:
+    if args.how == "nodes":
+        over_mpi()
+        return
     comm = cc.init(timeout=3 if args.how == "stopped" else 30)
     n, rank = comm.size, comm.rank
     victims = [int(v) for v in args.victims.split(",")] if args.victims else []
