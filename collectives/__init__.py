@@ -24,6 +24,7 @@ from .errors import (
     TopologyError,
     UnsupportedError,
 )
+from .flight_recorder import dump_on_signal
 from .schedule import Schedule, Transfer, algorithm, algorithms, schedule, unregister
 from .starting import from_mpi, init, run_threads
 from .work import Work
@@ -61,6 +62,7 @@ __all__ = [
     "Work",
     "algorithm",
     "algorithms",
+    "dump_on_signal",
     "from_mpi",
     "init",
     "run_threads",

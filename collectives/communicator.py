@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,13 @@ from .calls import integer
 from .config import Settings
 from .connect import connect
 from .device import DeviceEngine, wait_for
-from .errors import UnsupportedError
+from .errors import ClosedError, DeadlineError, UnsupportedError
+from .flight_recorder import dump_when_told, write_dump
 from .group import Group
 from .movements import Movements
 from .point_to_point import PointToPoint
 from .reductions import Reductions
+from .shrinking import Shrinking
 from .symmetric import SymmetricMemory
 from .tuning import Tuner
 
@@ -61,12 +64,13 @@ class Communicator(Reductions, Movements, PointToPoint):
                 call on device arrays
         """
         settings = settings or Settings()
+        dump_when_told(settings.dump)
         try:
             connection = connect(bootstrap, settings, nodes)
         except BaseException:
             bootstrap.close()
             raise
-        self._bootstrap = bootstrap
+        self._bootstrap = bootstrap = connection.bootstrap
         self._settings = settings
         self._core = connection.core
         self._tuning = connection.tuning
@@ -81,6 +85,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._device = None
         self._group = None
         self._children = itertools.count()
+        self._shrinking = Shrinking(self._core.council, self.rank, self._kind)
         self._memory = SymmetricMemory(self._core, bootstrap)
         self._choices = {}
         self._forced = {}
@@ -114,12 +119,10 @@ class Communicator(Reductions, Movements, PointToPoint):
             (r for r, (c, _) in enumerate(answers) if c == color), key=lambda r: (answers[r][1], r)
         )
         name = f"split-{child}-{color}"
-        nodes = [self.nodes[r] for r in members]
-        renumbered = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         return Communicator(
             self._bootstrap.subgroup(members, name),
             self._settings,
-            nodes=[renumbered[n] for n in nodes],
+            nodes=self._nodes_of(members),
         )
 
     @classmethod
@@ -136,6 +139,79 @@ class Communicator(Reductions, Movements, PointToPoint):
         twin = self.split(0, self.rank)
         assert twin is not None
         return twin
+
+    def shrink(self, timeout: float | None = None) -> Communicator:
+        """The communicator of the ranks that are left, after a failure or before: those that have
+        not ended, have not closed, and call this too. They keep their order; numbers close ranks.
+        Collective over them.
+
+        timeout  seconds to wait for a rank that lives and does not come; then the others go on
+                 without it, and its own call raises AbortedError (the communicator's own timeout
+                 unless given)
+
+        Call it where a call has raised PeerDiedError, AbortedError, DeadlineError or ClosedError.
+        Asynchronous calls that are still queued end first: with their result on a communicator that
+        works, with an error on one that does not. What a failed call has left in its arrays is
+        undefined. This communicator stays as it was; close it. A rank that dies meanwhile is left
+        out too.
+
+        Works wherever all ranks share memory: as threads, as processes of one host however they
+        met, and under mpirun where the MPI lets ranks outlive another. Raises UnsupportedError
+        between hosts after a failure: an MPI communicator does not outlive a rank.
+        """
+        if self._closed:
+            raise ClosedError("this communicator is closed", rank=self.rank)
+        seconds = self._bootstrap.timeout if timeout is None else timeout
+        if self.size > 1 and self._core.council is None:
+            return self._shrink_over_mpi()
+        if not self._core.drain(seconds):
+            raise DeadlineError(
+                f"shrink: {self._core.queued} asynchronous calls are not done after {seconds:g} s",
+                rank=self.rank,
+            )
+
+        def build(bootstrap: Bootstrap, members: list[int]) -> Communicator:
+            return Communicator(bootstrap, self._settings, nodes=self._nodes_of(members))
+
+        made, members = self._shrinking.run(seconds, build, self._bootstrap.timeout)
+        if len(members) < self.size and not self._core.broken:
+            # Who was left out may live, and wait in a call.
+            self._core.abort(f"ranks {members} went on without the others (shrink)")
+        return made
+
+    def _shrink_over_mpi(self) -> Communicator:
+        why = self._core.why_broken
+        if why:
+            raise UnsupportedError(
+                f"shrink: the ranks are on several nodes and met through {self._bootstrap.kind}, "
+                "and an MPI communicator does not outlive a failure; start the job again from its "
+                f"last checkpoint (what failed: {why})",
+                rank=self.rank,
+            )
+        return self.duplicate()
+
+    def _nodes_of(self, members: Sequence[int]) -> list[int]:
+        """Node of each of some ranks, numbered from 0."""
+        nodes = [self.nodes[r] for r in members]
+        renumbered = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        return [renumbered[n] for n in nodes]
+
+    @property
+    def _kind(self) -> str:
+        return "threads" if self._core.transports == "threads" else "shm"
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """What the flight recorder holds of this communicator: its last calls with their states
+        and times, what it waits for, and the last error. Local, any thread.
+
+        path  a file to write it to as JSON too, for `python -m collectives doctor FILES...`
+
+        The members are listed on the documentation's page *Flight recorder*.
+        """
+        found: dict[str, Any] = json.loads(self._core.dump())
+        if path is not None:
+            write_dump(found, path)
+        return found
 
     def close(self) -> None:
         """Leaves the group and frees its memory. Calls after this raise ClosedError. Local; peers

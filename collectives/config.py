@@ -23,6 +23,9 @@ PREFIX = "COLLECTIVES_"
 # of one job start minutes apart when they load large programs from a shared file system.
 DEFAULT_TIMEOUT = 300.0
 
+# Seconds within which a host is found to be gone, unless COLLECTIVES_HEARTBEAT says otherwise.
+DEFAULT_HEARTBEAT = 30.0
+
 COLLECTIVES = (
     "all_reduce",
     "reduce_scatter",
@@ -265,6 +268,18 @@ VARIABLES: tuple[Variable, ...] = (
         "",
         "file of the measured table, for tune and for choosing; off: none",
     ),
+    Variable(
+        "COLLECTIVES_DUMP",
+        _text,
+        "",
+        "directory for dumps of the flight recorder, on errors and SIGUSR1",
+    ),
+    Variable(
+        "COLLECTIVES_HEARTBEAT",
+        parse_seconds,
+        DEFAULT_HEARTBEAT,
+        "seconds until a host that vanished is noticed where ranks met",
+    ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
         "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
@@ -323,6 +338,8 @@ class Settings:
     timeout: float
     debug: str
     table: str
+    dump: str
+    heartbeat: float
     node: str
     simd: str
     rank: int | None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import _core
 from .bootstrap import Bootstrap, Mpi, host_key, node_key
+from .bootstrap.mailboxes import Mailboxes
 from .config import Settings
 from .errors import BootstrapError, CollectiveError, ConfigError, UnsupportedError
 from .hardware import cpu_model, interfaces, network_name
@@ -29,6 +30,7 @@ class Connection(NamedTuple):
     """What a communicator is made of.
 
     core      the core's end
+    bootstrap the way to meet from now on
     nodes     node of every rank
     tuning    sizes for the host engine
     fallback  why MPI is used where ranks could share memory, "" if it is not
@@ -37,6 +39,7 @@ class Connection(NamedTuple):
     """
 
     core: Core
+    bootstrap: Bootstrap
     nodes: list[int]
     tuning: HostTuning
     fallback: str
@@ -124,6 +127,7 @@ def connect(
         slots.append(MPI_SLOT)
     shares = together if region is not None else []
     core = _core.Communicator(
+        name=bootstrap.job,
         rank=rank,
         nranks=size,
         node=nodes,
@@ -137,13 +141,18 @@ def connect(
         slot_bytes=min(slots, default=1 << 20),
         timeout=bootstrap.timeout,
     )
+    if isinstance(bootstrap, Mailboxes):
+        # From the memory of another communicator into that of this one.
+        assert core.council is not None
+        bootstrap = bootstrap.moved_to(core.council)
     bootstrap.barrier()
+    core.watch_peers()
     if region is not None and not threads:
         region.close_handle()
     _thread_regions.pop(bootstrap.job, None)
     key = tables.layout_key(core.transports, nodes)
     table = tables.parse(layouts[key], layouts["path"]) if key in layouts else None
-    return Connection(core, nodes, tuning, fallback, hardware, table)
+    return Connection(core, bootstrap, nodes, tuning, fallback, hardware, table)
 
 
 def _measured_layouts(settings: Settings, hardware: dict[str, str]) -> tuple[dict[str, Any], str]:

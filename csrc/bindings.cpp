@@ -323,6 +323,35 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("lanes", &HostTuning::lanes)
       .def_readwrite("segment_bytes", &HostTuning::segment_bytes);
 
+  // What ranks settle when calls no longer work.
+  py::class_<Council, std::shared_ptr<Council>>(m, "Council")
+      .def_property_readonly("me", &Council::me)
+      .def_property_readonly("size", &Council::size)
+      .def("gone", &Council::gone)
+      .def("process", &Council::process)
+      .def("told", &Council::told)
+      .def("join", &Council::join)
+      .def("joined", &Council::joined)
+      .def("propose", &Council::propose)
+      .def("decided", &Council::decided)
+      .def("settle", &Council::settle)
+      .def("settled", &Council::settled)
+      .def("post", [](Council& c, bool part, std::uint64_t tag, std::uint64_t round,
+                      const py::bytes& data) { c.post({part, tag, round}, data); })
+      .def("fetch",
+           [](const Council& c, int q, bool part, std::uint64_t tag,
+              std::uint64_t round) -> py::object {
+             const auto data = c.fetch(q, {part, tag, round});
+             return data ? py::object(py::bytes(*data)) : py::none();
+           });
+  m.attr("letter_bytes") = Council::kLetter;
+  m.attr("outdated") = Council::kOutdated;
+
+  // The flight recorder.
+  m.def("set_dump_directory", &set_dump_directory);
+  m.def("dump_process", &dump_process, py::call_guard<py::gil_scoped_release>());
+  m.def("dump_on_signal", &dump_on_signal);
+
   // Work and communicators.
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("done", &Work::done)
@@ -354,11 +383,13 @@ PYBIND11_MODULE(_core, m) {
   py::class_<TransferState, std::shared_ptr<TransferState>>(m, "PostedTransfer");
 
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
-      .def(py::init([](int rank, int nranks, std::vector<int> node, std::vector<int> local_of,
-                       std::vector<int> group, std::shared_ptr<Region> region,
-                       std::shared_ptr<MpiTransport> mpi, bool threads, const HostTuning& tuning,
-                       bool can_pull, std::size_t slot_bytes, double timeout) {
+      .def(py::init([](const std::string& name, int rank, int nranks, std::vector<int> node,
+                       std::vector<int> local_of, std::vector<int> group,
+                       std::shared_ptr<Region> region, std::shared_ptr<MpiTransport> mpi,
+                       bool threads, const HostTuning& tuning, bool can_pull,
+                       std::size_t slot_bytes, double timeout) {
              CommunicatorConfig config;
+             config.name = name;
              config.rank = rank;
              config.nranks = nranks;
              config.node = std::move(node);
@@ -373,9 +404,10 @@ PYBIND11_MODULE(_core, m) {
              config.timeout_s = timeout;
              return std::make_shared<Communicator>(std::move(config));
            }),
-           py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"),
-           py::arg("group"), py::arg("region"), py::arg("mpi"), py::arg("threads"),
-           py::arg("tuning"), py::arg("can_pull"), py::arg("slot_bytes"), py::arg("timeout"))
+           py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("nranks"), py::arg("node"),
+           py::arg("local_of"), py::arg("group"), py::arg("region"), py::arg("mpi"),
+           py::arg("threads"), py::arg("tuning"), py::arg("can_pull"), py::arg("slot_bytes"),
+           py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transports", &Communicator::transports)
@@ -386,6 +418,12 @@ PYBIND11_MODULE(_core, m) {
           py::return_value_policy::reference_internal)
       .def_property_readonly("closed", &Communicator::closed)
       .def_property_readonly("broken", &Communicator::broken)
+      .def_property_readonly("why_broken", &Communicator::why_broken)
+      .def("watch_peers", &Communicator::watch_peers)
+      .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("council", &Communicator::council)
+      .def_property_readonly("queued", &Communicator::queued)
+      .def("dump", [](const Communicator& c) { return c.recorder().json(); })
       .def("forget_plans", &Communicator::forget_plans)
       .def("intern", &Communicator::intern)
       .def("define", &Communicator::define)

@@ -139,6 +139,8 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
   const Waiter::Manner manner{config_.tuning.spins, config_.tuning.crowded, config_.mpi != nullptr};
   waiter_ = std::make_unique<Waiter>(*this, doorbell, manner);
   p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, manner);
+  recorder_ = std::make_unique<Recorder>(Recorder::Identity{
+      config_.name, config_.rank, config_.nranks, transports(), config_.timeout_s});
   engine_ = std::make_unique<HostEngine>(*waiter_);
   groups_are_nodes_ = parted_alike(config_.group, config_.node);
   if (n > 1)
@@ -146,6 +148,7 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
         std::make_unique<Assembly>(links_, *waiter_, config_.rank, config_.group, kControlChannel);
   p2p_ = std::make_unique<PointToPoint>(links_, config_.rank, kPointToPointChannel);
   if (config_.region) {
+    liveness_ = std::make_shared<Liveness>(config_.region, local_rank, config_.threads);
     RankArea& mine = config_.region->rank(local_rank);
     mine.process.store(static_cast<std::int32_t>(getpid()), std::memory_order_relaxed);
     mine.state.store(static_cast<std::uint32_t>(RankState::alive), std::memory_order_release);
@@ -157,15 +160,17 @@ Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config
       gate_ = std::make_unique<Gate>(config_.region, local_rank, numbers_, config_.tuning.crowded);
       direct_ = std::make_unique<DirectHost>(*gate_, *waiter_, config_.tuning,
                                              DirectHost::Reach{config_.threads, config_.can_pull});
+      gate_->record_to(recorder_.get());
+      council_ = std::make_shared<Council>(config_.region, liveness_, local_rank);
     }
   }
 }
 
-Communicator::~Communicator() {
-  close();
-  for (const int fd : pidfds_)
-    if (fd >= 0) ::close(fd);
+void Communicator::watch_peers() {
+  if (liveness_) liveness_->watch();
 }
+
+Communicator::~Communicator() { close(); }
 
 void Communicator::close() {
   if (closed_.exchange(true)) return;
@@ -175,6 +180,7 @@ void Communicator::close() {
     queue_changed_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
+  recorder_->closed();
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
     mine.state.store(static_cast<std::uint32_t>(RankState::closed), std::memory_order_release);
@@ -205,6 +211,7 @@ int Communicator::intern(const std::string& algorithm) {
     throw Error(ErrorKind::invalid, "algorithm name '" + algorithm + "' is longer than " +
                                         std::to_string(sizeof Signature::algorithm - 1) +
                                         " characters");
+  recorder_->name_algorithm(names_.size(), algorithm);
   names_.push_back(algorithm);
   direct_shape_.push_back(algorithm == "direct_one_shot"   ? 1
                           : algorithm == "direct_two_shot" ? 2
@@ -267,6 +274,29 @@ void Communicator::run(const Call& call, const Options& options) {
 void Communicator::execute(const Call& call, const Options& options) {
   ++calls_;
   closed_seen_ = 0;
+  recorder_->begin(calls_, call, options.algorithm, options.order);
+  if (Layout::blocked(call.collective))
+    recorder_->count(std::max(call.in.total(config_.nranks), call.out.total(config_.nranks)));
+  try {
+    run_recorded(call, options);
+  } catch (const Error& error) {
+    recorder_->failed();
+    note_error(name_of(error.kind()), error.what(), error.peer());
+    throw;
+  } catch (const std::exception& error) {
+    recorder_->failed();
+    note_error("interrupted", error.what(), -1);
+    throw;
+  }
+  recorder_->done();
+}
+
+void Communicator::note_error(const char* kind, const std::string& text, int peer) {
+  recorder_->error(kind, text, peer);
+  dump_process(std::string{kind} + ": " + text);
+}
+
+void Communicator::run_recorded(const Call& call, const Options& options) {
   if (call.op == Op::premul_sum && reduces(call.collective)) {
     const std::uint64_t count =
         call.collective == Collective::reduce_scatter ? call.in.total(config_.nranks) : call.count;
@@ -372,7 +402,9 @@ std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash
     gate_->end();
     return amount;
   }
-  return assembly_->meet(signature, hash, amount);
+  const std::uint64_t most = assembly_->meet(signature, hash, amount);
+  recorder_->running();
+  return most;
 }
 
 void Communicator::run_general(const Call& call, const Options& options, const Signature& signature,
@@ -448,6 +480,16 @@ std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   return work;
 }
 
+bool Communicator::drain(double seconds) {
+  if (told_to_stop()) give_up(config_.region->abort_reason());
+  const auto end = steady_clock::now() + duration<double>(seconds);
+  while (queued_.load(std::memory_order_acquire) != 0) {
+    if (steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
 void Communicator::wake_worker() {
   if (!thread_.joinable()) thread_ = std::thread([this] { worker(); });
   queue_changed_.notify_all();
@@ -467,6 +509,11 @@ void Communicator::worker() {
       lock.unlock();
       std::exception_ptr error;
       try {
+        // Behind a call that failed the ranks are out of step: what is queued must not run.
+        if (broken_)
+          throw Error(ErrorKind::aborted,
+                      "a call before this one in the queue failed: " + broken_reason());
+        if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
         Busy busy(busy_);
         execute(job.call, job.options);
       } catch (...) {

@@ -15,11 +15,14 @@
 #include <vector>
 
 #include "assembly.hpp"
+#include "council.hpp"
 #include "direct_host.hpp"
 #include "engine_host.hpp"
 #include "errors.hpp"
 #include "gate.hpp"
+#include "liveness.hpp"
 #include "point_to_point.hpp"
+#include "recorder.hpp"
 #include "schedule.hpp"
 #include "transport_mpi.hpp"
 #include "transport_shm.hpp"
@@ -27,6 +30,7 @@
 namespace collectives {
 
 struct CommunicatorConfig {
+  std::string name;  // the same on all ranks, and no other communicator's
   int rank = 0;
   int nranks = 1;
   std::vector<int> node;           // node of each rank
@@ -111,6 +115,16 @@ class Communicator : public Watch {
   void close();
   bool closed() const { return closed_; }
   bool broken() const { return broken_; }
+  // Why calls raise, here or because another rank gave up; "" if they do not.
+  std::string why_broken() const;
+  // Watches the peers of the region from now on; all have made their communicator.
+  void watch_peers();
+  // Until no queued call is left; on a broken communicator they end at once, with its reason.
+  bool drain(double seconds);
+  // What ranks settle when calls no longer work; none unless all ranks share a region.
+  std::shared_ptr<Council> council() const { return council_; }
+  const Recorder& recorder() const { return *recorder_; }
+  int queued() const { return queued_.load(std::memory_order_relaxed); }
 
   // Installed by the bindings: the GIL is given up while a wait is slow, and signals are looked at.
   static std::function<void*()> on_enter_slow;
@@ -163,8 +177,9 @@ class Communicator : public Watch {
   void check_peers(const Where& where, std::chrono::steady_clock::time_point since);
   void enter_slow() override;
   void leave_slow() override;
-  [[noreturn]] void fail(ErrorKind kind, const std::string& text);
+  [[noreturn]] void fail(ErrorKind kind, const std::string& text, int peer = -1);
 
+  void wait_for_all(const std::vector<PostedTransfer>& posted);
   void give_up(const std::string& reason);
   void leave_path(ErrorKind kind, const std::string& text);
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
@@ -172,6 +187,8 @@ class Communicator : public Watch {
   bool told_to_stop() const;
   [[noreturn]] void raise_told(const std::string& doing);
   void execute(const Call& call, const Options& options);
+  void run_recorded(const Call& call, const Options& options);
+  void note_error(const char* kind, const std::string& text, int peer);
   void dispatch(const Call& call, const Options& options);
   void run_general(const Call& call, const Options& options, const Signature& signature,
                    std::uint64_t hash);
@@ -225,7 +242,9 @@ class Communicator : public Watch {
   std::map<std::uint64_t, std::shared_ptr<Mapping>> mappings_;
   std::shared_ptr<Mapping> pending_segment_;
 
-  std::vector<int> pidfds_;  // by local rank
+  std::shared_ptr<Liveness> liveness_;  // none without a region
+  std::shared_ptr<Council> council_;
+  std::unique_ptr<Recorder> recorder_;
   std::mutex poll_mutex_;
   std::chrono::steady_clock::time_point last_poll_{};
   int closed_seen_ = 0;

@@ -1,10 +1,4 @@
 // How a communicator notices trouble while it waits, and how ranks tell each other.
-#include <errno.h>
-#include <poll.h>
-#include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
 
 #include "communicator.hpp"
@@ -17,9 +11,8 @@ using std::chrono::duration;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-// The abort word: 1 + the local rank that gave up, the kind of its error, and a mark while its
-// reason is being written.
-constexpr std::uint32_t kUnfinished = 0x80000000u;
+// The abort word: 1 + the local rank that gave up, the kind of its error, and a mark
+// (Region::kUnfinished) while its reason is being written.
 constexpr int kKindShift = 16;
 
 constexpr milliseconds kPollPeersEvery{20};
@@ -43,7 +36,7 @@ void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept 
         (1 + config_.local_of[config_.rank]) | static_cast<std::uint32_t>(kind) << kKindShift;
     std::uint32_t nobody = 0;
     auto& shared = config_.region->abort_word();
-    if (shared.compare_exchange_strong(nobody, word | kUnfinished)) {
+    if (shared.compare_exchange_strong(nobody, word | Region::kUnfinished)) {
       std::strncpy(config_.region->abort_reason(), whole.c_str(), Region::kAbortReason - 1);
       shared.store(word, std::memory_order_release);  // publishes the reason
     }
@@ -59,6 +52,7 @@ void Communicator::give_up(const std::string& reason) {
   if (broken_) return;
   broken_reason_ = reason;
   broken_ = true;
+  recorder_->broken();
 }
 
 // A call ended half-way: the ranks are out of step.
@@ -68,10 +62,10 @@ void Communicator::leave_path(ErrorKind kind, const std::string& text) {
   tell_peers(kind, text);
 }
 
-void Communicator::fail(ErrorKind kind, const std::string& text) {
+void Communicator::fail(ErrorKind kind, const std::string& text, int peer) {
   give_up(text);
   tell_peers(kind, text);
-  throw Error(kind, text);
+  throw Error(kind, text, peer);
 }
 
 std::string Communicator::broken_reason() const {
@@ -79,11 +73,17 @@ std::string Communicator::broken_reason() const {
   return broken_reason_;
 }
 
+std::string Communicator::why_broken() const {
+  if (broken_) return broken_reason();
+  if (told_to_stop()) return config_.region->abort_reason();
+  std::string text;
+  int peer = -1;
+  return config_.mpi && config_.mpi->poisoned(&text, &peer) ? text : "";
+}
+
 // True if a rank of the region has given up.
 bool Communicator::told_to_stop() const {
-  if (!config_.region) return false;
-  const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
-  return word != 0 && (word & kUnfinished) == 0;
+  return config_.region && config_.region->gave_up();
 }
 
 void Communicator::raise_told(const std::string& doing) {
@@ -92,10 +92,16 @@ void Communicator::raise_told(const std::string& doing) {
   give_up(text);
   // A death is a death for everybody; other reasons are the other rank's own.
   const auto kind = static_cast<ErrorKind>(word >> kKindShift);
-  throw Error(kind == ErrorKind::peer_died ? kind : ErrorKind::aborted, text);
+  if (kind != ErrorKind::peer_died)
+    throw Error(ErrorKind::aborted, text, numbers_[(word & 0xffff) - 1]);
+  int dead = -1;
+  for (int q = 0; q < config_.region->shape().nranks && dead < 0; ++q)
+    if (liveness_->dead(q)) dead = numbers_[q];
+  throw Error(kind, text, dead);
 }
 
 void Communicator::enter_slow() {
+  recorder_->waits();
   if (on_enter_slow) slow_token = on_enter_slow();
 }
 
@@ -120,21 +126,24 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     if (where.expected != 0)
       s += ", epoch expected " + std::to_string(where.expected) + ", seen " +
            std::to_string(where.seen);
-    return s;
+    const std::string call = recorder_->describe_current();
+    return call.empty() || where.channel == kPointToPointChannel ? s : s + ", in " + call;
   };
+  recorder_->waiting(where, since);
   if (aborted_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (told_to_stop()) raise_told(place());
   if (config_.mpi) {
     std::string text;
     int peer = -1;
-    if (config_.mpi->poisoned(&text, &peer)) fail(ErrorKind::aborted, text + " (" + place() + ")");
+    if (config_.mpi->poisoned(&text, &peer))
+      fail(ErrorKind::aborted, text + " (" + place() + ")", peer);
   }
   const double waited = duration<double>(now - since).count();
   if (waited > config_.timeout_s) {
     const std::string text =
         "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
         ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
-    fail(ErrorKind::deadline, text);
+    fail(ErrorKind::deadline, text, where.peer);
   }
   std::unique_lock lock(poll_mutex_);
   if (now - last_poll_ < kPollPeersEvery) return;
@@ -144,41 +153,19 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
   lock.lock();
   if (!config_.region) return;
   const int n = config_.region->shape().nranks, me = config_.local_of[config_.rank];
-  if (pidfds_.empty() && !config_.threads) {
-    pidfds_.assign(n, -1);
-    for (int q = 0; q < n; ++q) {
-      const int process = config_.region->rank(q).process.load(std::memory_order_acquire);
-      if (q != me && process > 0)
-        pidfds_[q] = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
-    }
-  }
   for (int q = 0; q < n; ++q) {
     if (q == me) continue;
-    RankArea& his = config_.region->rank(q);
-    const auto state = static_cast<RankState>(his.state.load(std::memory_order_acquire));
     const std::string name = "rank " + std::to_string(numbers_[q]);
-    if (state == RankState::closed) {
+    if (liveness_->left(q)) {
       // What it did before it closed is visible by now; only the second look can conclude that
       // nothing more will come.
       if (where.peer == numbers_[q] && ++closed_seen_ > 2)
-        fail(ErrorKind::closed, name + " has closed the communicator while " + place());
-      continue;
-    }
-    bool dead = state == RankState::dead;
-    if (!dead && !config_.threads && q < static_cast<int>(pidfds_.size())) {
-      const int process = his.process.load(std::memory_order_relaxed);
-      if (pidfds_[q] >= 0) {
-        pollfd p{pidfds_[q], POLLIN, 0};
-        dead = poll(&p, 1, 0) == 1;
-      } else if (process > 0) {
-        dead = kill(process, 0) != 0 && errno == ESRCH;
-      }
-    }
-    if (dead) {
-      his.state.store(static_cast<std::uint32_t>(RankState::dead), std::memory_order_release);
-      fail(ErrorKind::peer_died,
-           name + (config_.threads ? "" : " (process " + std::to_string(his.process.load()) + ")") +
-               " died while " + place());
+        fail(ErrorKind::closed, name + " has closed the communicator while " + place(),
+             numbers_[q]);
+    } else if (liveness_->dead(q)) {
+      const std::string which =
+          config_.threads ? "" : " (process " + std::to_string(liveness_->process(q)) + ")";
+      fail(ErrorKind::peer_died, name + which + " died while " + place(), numbers_[q]);
     }
   }
 }

@@ -16,7 +16,10 @@ namespace collectives {
 PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
                                        std::size_t bytes, bool background) {
   check_open();
+  CallRecord* const record =
+      recorder_->transfer(Recorder::kSend, dtype, bytes / size_of(dtype), peer, tag);
   auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
+  t->record = record;
   if (background && !p2p_->done(t)) {
     std::lock_guard lock(queue_mutex_);
     background_p2p_ = true;
@@ -28,7 +31,10 @@ PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype,
 PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
                                        std::size_t bytes, bool background) {
   check_open();
+  CallRecord* const record =
+      recorder_->transfer(Recorder::kRecv, dtype, bytes / size_of(dtype), peer, tag);
   auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
+  t->record = record;
   if (background && !p2p_->done(t)) {
     std::lock_guard lock(queue_mutex_);
     background_p2p_ = true;
@@ -38,6 +44,17 @@ PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype,
 }
 
 void Communicator::wait(const std::vector<PostedTransfer>& posted) {
+  try {
+    wait_for_all(posted);
+  } catch (const Error& error) {
+    note_error(name_of(error.kind()), error.what(), error.peer());
+    for (const PostedTransfer& t : posted) Recorder::end_transfer(t->record, CallState::failed);
+    throw;
+  }
+  for (const PostedTransfer& t : posted) Recorder::end_transfer(t->record, CallState::done);
+}
+
+void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
   for (const PostedTransfer& t : posted) {
     const auto where = [&] {
       Where w;

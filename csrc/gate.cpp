@@ -45,6 +45,7 @@ void Gate::meet(Waiter& waiter) {
     agree &= his.hash == hash_;
   }
   if (!agree) throw_mismatch();
+  if (recorder_ != nullptr) recorder_->running();
 }
 
 void Gate::look_around() {

@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 
+#include "recorder.hpp"
 #include "region.hpp"
 #include "wait.hpp"
 
@@ -24,6 +25,7 @@ class Gate {
   // `names[q]`: the rank number to print for local rank q.
   Gate(std::shared_ptr<Region> region, int me, std::vector<int> names, bool crowded);
 
+  void record_to(Recorder* recorder) { recorder_ = recorder; }
   int me() const { return me_; }
   int size() const { return n_; }
   Region& region() { return *region_; }
@@ -77,6 +79,7 @@ class Gate {
   int n_;
   std::vector<int> names_;
   bool crowded_;
+  Recorder* recorder_ = nullptr;
   std::uint64_t sequence_ = 0;
   const Signature* signature_ = nullptr;
   std::uint64_t hash_ = 0;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine_host.hpp"
+#include "recorder.hpp"
 #include "types.hpp"
 
 namespace collectives {
@@ -32,6 +33,7 @@ struct TransferState {  // one posted operation
   bool discard = false;  // sizes differ: the message is read and dropped
   bool done = false;
   std::exception_ptr error;
+  CallRecord* record = nullptr;
 };
 using PostedTransfer = std::shared_ptr<TransferState>;
 

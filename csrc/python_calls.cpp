@@ -35,10 +35,17 @@ const char* python_class(ErrorKind kind) {
   return "CollectiveError";
 }
 
-void set_named_error(const char* name, const char* text) {
+void set_named_error(const char* name, const char* text, int peer = -1) {
   PyObject* module = PyImport_ImportModule("collectives.errors");
   PyObject* type = module != nullptr ? PyObject_GetAttrString(module, name) : nullptr;
-  if (type != nullptr) PyErr_SetString(type, text);
+  PyObject* error = type != nullptr ? PyObject_CallFunction(type, "s", text) : nullptr;
+  if (error != nullptr && peer >= 0) {
+    PyObject* number = PyLong_FromLong(peer);
+    if (number != nullptr) PyObject_SetAttrString(error, "peer", number);
+    Py_XDECREF(number);
+  }
+  if (error != nullptr) PyErr_SetObject(type, error);
+  Py_XDECREF(error);
   Py_XDECREF(type);
   Py_XDECREF(module);
 }
@@ -50,7 +57,7 @@ void set_error_from_exception() noexcept {
     throw;
   } catch (const PythonError&) {
   } catch (const Error& error) {
-    set_named_error(python_class(error.kind()), error.what());
+    set_named_error(python_class(error.kind()), error.what(), error.peer());
   } catch (const ScheduleError& error) {
     set_named_error("ScheduleError", error.what());
   } catch (const std::invalid_argument& error) {

@@ -146,6 +146,8 @@ Region::Region(const RegionShape& shape, void* base, int fd, std::uint64_t cooki
     at += pages(size);
     return here;
   };
+  council_ = take(sizeof(CouncilTable));
+  seats_ = take(n * sizeof(Seat));
   ranks_ = take(n * sizeof(RankArea));
   stages_ = take(n * shape.stage_depth * shape.stage_slot);
   results_ = take(n * shape.stage_depth * shape.stage_slot);
@@ -213,6 +215,13 @@ Region::Head& Region::head() { return *reinterpret_cast<Head*>(base_); }
 std::atomic<std::uint32_t>& Region::abort_word() { return head().abort; }
 std::atomic<std::uint64_t>& Region::tick_rate() { return head().tick_rate; }
 char* Region::abort_reason() { return head().reason; }
+bool Region::gave_up() {
+  const std::uint32_t word = abort_word().load(std::memory_order_acquire);
+  return word != 0 && (word & kUnfinished) == 0;
+}
+
+CouncilTable& Region::council() { return *reinterpret_cast<CouncilTable*>(base_ + council_); }
+Seat& Region::seat(int r) { return reinterpret_cast<Seat*>(base_ + seats_)[r]; }
 
 RankArea& Region::rank(int r) { return reinterpret_cast<RankArea*>(base_ + ranks_)[r]; }
 

@@ -93,6 +93,27 @@ struct alignas(128) RankArea {
   alignas(128) Line lines[2][kLines];
 };
 
+// What ranks settle with each other when calls no longer work (council.hpp). A seat has one writer,
+// its rank; the table has all.
+inline constexpr int kAttempts = 16;       // that are remembered
+inline constexpr int kMemberWords = 4;     // a bit for each of up to 256 ranks
+inline constexpr std::size_t kMailBytes = 32 << 10;
+struct alignas(128) Letter {
+  std::atomic<std::uint64_t> mark;  // odd while it is written
+  std::uint64_t tag, round, bytes;
+  char data[kMailBytes];
+};
+struct alignas(128) Seat {
+  std::atomic<std::uint64_t> attempt;  // the last one that its rank has joined
+  std::uint64_t posted[2];             // letters so far; read by its rank only
+  std::uint64_t proposal[kAttempts][kMemberWords];
+  Letter letter[2][2];  // of the whole region, and of parts of it; two to be filled in turn
+};
+struct alignas(128) CouncilTable {
+  std::atomic<std::uint64_t> decision[kAttempts];
+  std::atomic<std::uint64_t> outcome[kAttempts];
+};
+
 struct RegionShape {
   int nranks = 1;    // local ranks
   int channels = 1;  // FIFOs between each ordered pair
@@ -124,6 +145,11 @@ class Region {
   // use one value.
   std::atomic<std::uint64_t>& tick_rate();
   char* abort_reason();  // kAbortReason bytes
+  // True once a rank has given up, and its reason can be read.
+  bool gave_up();
+  static constexpr std::uint32_t kUnfinished = 0x80000000u;  // in the word while it is written
+  CouncilTable& council();
+  Seat& seat(int r);
   RankArea& rank(int r);
   std::byte* stage(int r, std::uint64_t slot);  // slot taken modulo the depth
   std::byte* result(int r, std::uint64_t slot);
@@ -148,7 +174,7 @@ class Region {
   int fd_ = -1;
   std::uint64_t cookie_ = 0;
   // Offsets of the parts.
-  std::size_t ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,
+  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,
               fifo_data_ = 0;
 };
 

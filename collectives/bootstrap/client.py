@@ -21,7 +21,7 @@ from ..errors import (
     DeadlineError,
     PeerDiedError,
 )
-from .groups import Base, Failure, failure_of
+from .groups import Base, Failure, failure_of, part_name
 from .wire import (
     ABORT,
     ACCEPTED,
@@ -90,6 +90,7 @@ class Tcp(Base):
         self._job = job
         self._group = group
         self._hosted = hosted
+        self._host = "rank 0, unless a launcher"  # who runs the server, until it has told
         self._lock = threading.Lock()  # one call at a time
         self._send_lock = threading.Lock()  # one frame at a time: abort does not wait for a call
         self._failure: Failure | None = None
@@ -178,6 +179,7 @@ class Tcp(Base):
             "group": self._group,
             "job": self._job,
             "timeout": left,
+            "asked": self.timeout,
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
@@ -186,7 +188,9 @@ class Tcp(Base):
             raise BootstrapError(
                 f"the rendezvous answered a hello with frame {kind}", rank=self.rank
             )
-        return str(json.loads(payload)["job"])
+        welcome = json.loads(payload)
+        self._host = str(welcome["host"])
+        return str(welcome["job"])
 
     def _talk(self, kind: int, payload: bytes, timeout: float, op: str) -> tuple[int, bytes]:
         """Sends one frame and waits for one; any error is remembered, since the conversation is
@@ -205,7 +209,7 @@ class Tcp(Base):
                 self._failure = failure_of(
                     DeadlineError,
                     f"{op}: the rendezvous at {self._where} did not answer in {timeout + GRACE:g} "
-                    "s",
+                    f"s; has {self._host}, which hosts it, stopped?",
                 )
         except (OSError, ValueError) as error:
             answer = None
@@ -240,7 +244,8 @@ class Tcp(Base):
     def _lost(self, why: str) -> Failure:
         return failure_of(
             PeerDiedError,
-            f"rank {self.rank} lost the rendezvous at {self._where}: {why}; its host died?",
+            f"rank {self.rank} lost the rendezvous at {self._where}: {why}; has {self._host}, which "
+            "hosts it, died?",
         )
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
@@ -261,7 +266,7 @@ class Tcp(Base):
             secret=self._secret,
             job=self._job,
             timeout=self.timeout if timeout is None else timeout,
-            group=f"group {self.job}/{name}",
+            group=part_name(self.job, name),
             hosted=self._hosted.share() if self._hosted is not None else None,
         )
 

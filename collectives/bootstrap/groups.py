@@ -23,6 +23,17 @@ def new_job() -> str:
     return os.urandom(8).hex()
 
 
+def part_name(job: str, name: str) -> str:
+    """What a part of the group `job` is called where all groups meet."""
+    return f"group {job}/{name}"
+
+
+def parent_of(name: str) -> str:
+    """The job of the group that `name` is a part of, "" for a world."""
+    kind, _, rest = name.partition(" ")
+    return rest.partition("/")[0] if kind == "group" else ""
+
+
 class Failure(NamedTuple):
     """Why a group is broken, in a form that crosses threads and wires; each rank raises an
     exception of its own.

@@ -108,9 +108,9 @@ class Threads(Base):
         return list(current.result)
 
     def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Threads:
-        self.check()
         members = self._check_members(ranks)
         with self._hub.condition:
+            self.check()  # in here: a group that fails from now on tells its parts
             hub = self._hub.children.setdefault(name, _Hub(name, members))
         if hub.ranks != members:
             raise MismatchError(

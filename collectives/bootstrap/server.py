@@ -22,7 +22,7 @@ from ..errors import (
     CollectiveError,
     PeerDiedError,
 )
-from .groups import Group, Round, failure_of, name_ranks
+from .groups import Failure, Group, Round, failure_of, name_ranks, parent_of
 from .wire import (
     ABORT,
     ACCEPTED,
@@ -128,6 +128,7 @@ class Server:
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}  # in order of arrival
         self._meetings: dict[str, _Meeting] = {}
+        self._failed: dict[str, Failure] = {}  # why, by the job of a group that is broken
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_ids = itertools.count()
         self._stop_at: float | None = None
@@ -391,16 +392,20 @@ class Server:
                 ClosedError, f"rank {rank} of group {name!r} had left it and came again", rank
             )
         meeting.members[rank] = connection
+        parent = parent_of(name)
+        if parent in self._failed and not meeting.complete:
+            meeting.group.failure = meeting.group.failure or self._failed[parent]
         if meeting.group.failure is not None:
             self._tell(meeting)
         elif len(meeting.members) == size:
             meeting.complete = True
-            welcome = json.dumps({"job": meeting.group.job}).encode()
+            welcome = json.dumps({"job": meeting.group.job, "host": self._host}).encode()
             for member in meeting.members.values():
                 self._send(member, WELCOME, welcome)
         else:
             deadline = time.monotonic() + bounded(timeout)
-            self._at(deadline, lambda: self._expire_meeting(meeting, timeout))
+            asked = float(hello["asked"])
+            self._at(deadline, lambda: self._expire_meeting(meeting, asked))
 
     def _refuse(self, connection: _Connection, message: str) -> None:
         self._send(connection, ERROR, pack_failure(failure_of(BootstrapError, message)))
@@ -470,9 +475,19 @@ class Server:
 
     def _tell(self, meeting: _Meeting) -> None:
         """Sends a group's failure to all members that do not know it yet."""
-        assert meeting.group.failure is not None
-        payload = pack_failure(meeting.group.failure)
+        failure = meeting.group.failure
+        assert failure is not None
+        payload = pack_failure(failure)
         for member in meeting.members.values():
             if not member.told:
                 member.told = True
                 self._send(member, ERROR, payload)
+        job = meeting.group.job
+        if job in self._failed:
+            return
+        # Who gathers for a part of this group may wait for a rank that will not come.
+        self._failed[job] = failure
+        for part in list(self._meetings.values()):
+            if parent_of(part.group.name) == job and not part.complete:
+                part.group.failure = part.group.failure or failure
+                self._tell(part)

@@ -138,6 +138,7 @@ def _start(args: argparse.Namespace, command: str) -> int:
             limit=None,
             bind="127.0.0.1",
             label=False,
+            keep_going=False,
             module=["collectives", command, *words],
             script=[],
         )

@@ -2,8 +2,9 @@
 
 Each rank is a process of its own that runs the program; `collectives.init()` in it finds the other
 ranks. If a rank fails, the others are stopped, and this command ends with the failed rank's exit
-status (128 + N if signal N ended it) after telling which rank that was. Signals that this command
-gets are passed on to all ranks. No rank outlives it, even if it is killed.
+status (128 + N if signal N ended it) after telling which rank that was. With --keep-going the others run
+on, for programs that call `Communicator.shrink`, and the job has succeeded if any rank has. Signals
+that this command gets are passed on to all ranks. No rank outlives it, even if it is killed.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address where ranks meet (default 127.0.0.1)",
     )
     parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="when a rank fails, leave the others running; status 0 if any rank ends with 0",
+    )
+    parser.add_argument(
         "--label", action="store_true", help="begin each line of output with its rank: [3] ..."
     )
     parser.add_argument(
@@ -129,6 +135,7 @@ class _Job:
         self._ranks: list[_Rank] = []
         self._printers: list[threading.Thread] = []
         self._status: int | None = None
+        self._told: set[int] = set()  # ranks whose failure --keep-going has told of
         self._kill_at: float | None = None
         self._judge_at: float | None = None
 
@@ -165,6 +172,10 @@ class _Job:
             for printer in self._printers:
                 printer.join(_GRACE)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if args.keep_going and self._status is None:
+            codes = [rank.process.returncode for rank in self._ranks]
+            worst = next((code for code in codes if code), 0)
+            return 0 if 0 in codes else worst if worst > 0 else 128 - worst
         return self._status or 0
 
     def _environment(
@@ -236,6 +247,13 @@ class _Job:
         failed = [rank for rank in self._ranks if rank.process.poll()]
         if self._status is not None or not failed:
             return
+        if self._args.keep_going:
+            for rank in failed:
+                if rank.rank not in self._told:
+                    self._told.add(rank.rank)
+                    how = _end_in_words(rank.process.returncode)
+                    _tell(f"rank {rank.rank} (pid {rank.process.pid}) {how}; going on without it")
+            return
         first = self._ranks[lost[0]] if lost else failed[0]
         if first.process.poll() is None:
             now = time.monotonic()
@@ -246,7 +264,7 @@ class _Job:
         culprit = min(failed, key=lambda rank: order.get(rank.rank, -1))
         code = culprit.process.returncode
         running = [rank.rank for rank in self._ranks if rank.process.poll() is None]
-        how = f"exited with status {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
+        how = _end_in_words(code)
         also = f"; stopping {_count(running)}" if running else ""
         _tell(f"rank {culprit.rank} (pid {culprit.process.pid}) {how}{also}")
         self._judge_at = None
@@ -309,6 +327,10 @@ def _print(source: IO[bytes], target: IO[bytes], label: bytes, lock: threading.L
         with lock:
             target.write(label + line.rstrip(b"\n") + b"\n")
             target.flush()
+
+
+def _end_in_words(code: int) -> str:
+    return f"exited with status {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
 
 
 def _signal_name(number: int) -> str:

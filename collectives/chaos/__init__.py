@@ -1,0 +1,11 @@
+"""Faults drawn at random, and what the ranks that are left must do about them.
+
+    plan.py      what happens in a round, drawn from a seed
+    rank.py      what a rank does in it, in a process of its own
+    verify.py    calls whose results are known
+    stage.py     starts the ranks of a round, breaks them, and gathers what they report
+    judging.py   holds the reports to what is promised
+    table.py     the figures of many rounds
+
+`python -m collectives chaos` is the front.
+"""

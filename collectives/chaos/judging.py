@@ -1,0 +1,126 @@
+"""Holds what the ranks of a round have reported to what is promised (docs/reliability.md)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ..bootstrap.wire import GRACE
+from .plan import Plan
+from .stage import Outcome, Report
+
+# What survivors may raise. Who hears from a peer that gave up raises AbortedError, with its reason.
+_KINDS = {
+    "sigkill": {"PeerDiedError", "AbortedError"},
+    "exit": {"PeerDiedError", "AbortedError"},
+    # Python drops what a failed program still holds on its way out, which closes it.
+    "raise": {"PeerDiedError", "AbortedError", "ClosedError"},
+    "sigstop": {"DeadlineError", "AbortedError"},
+    "close": {"ClosedError", "AbortedError"},
+    "abort": {"AbortedError"},
+    "mismatch": {"MismatchError"},
+}
+_AT_INIT = {"BootstrapError", "PeerDiedError", "DeadlineError", "ClosedError", "AbortedError"}
+
+
+class Verdict(NamedTuple):
+    """What is wrong with a round (nothing, if all is well), and what it tells of the runtime.
+
+    detected  seconds from the blow until each survivor raised
+    raised    the class that each survivor raised first
+    """
+
+    violations: list[str]
+    detected: list[float]
+    raised: list[str]
+
+
+def judge(outcome: Outcome, within: float) -> Verdict:
+    """`within`: seconds in which a survivor must have raised, beyond a deadline where one is to
+    pass first.
+    """
+    plan = outcome.plan
+    wrong = [*outcome.stuck, *outcome.left]
+    wrong += [f"rank {r.rank}: {r.facts['text']}" for r in outcome.reports if r.what == "wrong"]
+    verdict = Verdict(wrong, [], [])
+    for rank in plan.survivors:
+        of_rank = [r for r in outcome.reports if r.rank == rank]
+        _judge_rank(outcome, rank, of_rank, within, verdict)
+    if plan.moment not in ("at close",) and plan.kind != "mismatch":
+        missing = [v for v in plan.victims if v not in outcome.blows]
+        if missing:
+            wrong.append(f"rank {missing[0]} never came to its end")
+    return verdict
+
+
+def _judge_rank(
+    outcome: Outcome, rank: int, reports: list[Report], within: float, verdict: Verdict
+) -> None:
+    plan, wrong = outcome.plan, verdict.violations
+    if not any(r.what == "done" for r in reports):
+        wrong.append(f"rank {rank} did not come to its end")
+    if outcome.statuses[rank] != 0:
+        wrong.append(f"rank {rank} ended with status {outcome.statuses[rank]}")
+    raised = next((r for r in reports if r.what == "raised"), None)
+    if plan.moment == "at close":
+        if raised is not None:
+            wrong.append(f"rank {rank} raised at the close: {raised.facts['text']}")
+        return
+    if raised is None:
+        wrong.append(f"rank {rank} raised nothing")
+        return
+    verdict.raised.append(raised.facts["kind"])
+    _judge_error(outcome, rank, raised, within, verdict)
+    if plan.kind == "mismatch" or raised.facts["where"] == "init":
+        return
+    shrunk = next((r for r in reports if r.what == "shrunk"), None)
+    if shrunk is None:
+        wrong.append(f"rank {rank} did not go on")
+        return
+    left = plan.survivors
+    expected = (len(left), left.index(rank))
+    got = (shrunk.facts["size"], shrunk.facts["rank"])
+    # A death during init may part the ranks: some have a communicator, others never got one.
+    if plan.moment != "in init" and got != expected:
+        wrong.append(f"rank {rank} went on as {got[1]} of {got[0]}, not {expected[1]} of "
+                     f"{expected[0]}")
+    if shrunk.facts["attempts"] > 1 and plan.moment not in ("in shrink", "in init"):
+        wrong.append(f"rank {rank} had to shrink {shrunk.facts['attempts']} times")
+
+
+def _judge_error(
+    outcome: Outcome, rank: int, raised: Report, within: float, verdict: Verdict
+) -> None:
+    plan, wrong = outcome.plan, verdict.violations
+    kind, text = raised.facts["kind"], raised.facts["text"]
+    allowed = _KINDS[plan.kind]
+    if plan.moment in ("before init", "in init"):
+        allowed = allowed | _AT_INIT
+    if kind not in allowed:
+        wrong.append(f"rank {rank} raised {kind}: {text}")
+    if plan.kind == "mismatch":
+        if len(set(re.findall(r"count=\d+", text))) != 2:
+            wrong.append(f"rank {rank}: both signatures are not shown: {text}")
+        return
+    words = "chaos" if plan.kind == "abort" else rf"\brank {plan.victims[0]}\b"
+    if not re.search(words, text):
+        wrong.append(f"rank {rank}: the error does not name rank {plan.victims[0]}: {text}")
+    blow = outcome.blows.get(plan.victims[0])
+    if blow is None:
+        return
+    seconds = max(0.0, raised.at - blow)
+    verdict.detected.append(seconds)
+    limit = within + _patience(plan)
+    if seconds > limit:
+        wrong.append(f"rank {rank} raised {seconds:.2f} s after the blow, the limit is {limit:g} s")
+
+
+def _patience(plan: Plan) -> float:
+    """Seconds that must pass before anybody may give up."""
+    at_init = plan.moment in ("before init", "in init")
+    if plan.kind != "sigstop" and not at_init:
+        return 0.0
+    # Who asks a server that is stopped waits a little longer for its word.
+    asks = at_init or plan.moment == "in a subgroup"
+    silent = asks and plan.server == "rank 0" and 0 in plan.victims
+    return plan.timeout + (GRACE if silent else 0.0)

@@ -1,0 +1,118 @@
+"""What happens in a round of faults."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from ..schedule import algorithms, why_unsupported
+
+# How a victim ends, or what else goes wrong.
+KINDS = ("sigkill", "exit", "raise", "sigstop", "close", "abort", "mismatch")
+
+# When. What each moment means is in rank.py.
+MOMENTS = (
+    "before init",
+    "in init",
+    "between calls",
+    "in a call",
+    "queued calls",
+    "in a subgroup",
+    "in shrink",
+    "at close",
+)
+
+# What can happen when; the rest makes no sense (nobody aborts before there is a communicator).
+_POSSIBLE: dict[str, tuple[str, ...]] = {
+    "before init": ("sigkill", "exit", "raise", "sigstop"),
+    "in init": ("sigkill", "sigstop"),
+    "between calls": ("sigkill", "exit", "raise", "sigstop", "close", "abort", "mismatch"),
+    "in a call": ("sigkill", "exit", "sigstop", "abort"),
+    "queued calls": ("sigkill", "exit", "sigstop", "abort"),
+    "in a subgroup": ("sigkill", "raise", "sigstop", "abort"),
+    "in shrink": ("sigkill", "sigstop"),
+    "at close": ("sigkill", "exit", "raise", "sigstop"),
+}
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+COUNTS = (1, 12, 300, 5_000, 70_000, 600_000)
+DTYPES = ("float32", "float64", "int32", "uint8")
+
+
+class Plan(NamedTuple):
+    """A round: the fault, and the calls that it hits.
+
+    victims   ranks that it happens to; only "in shrink" has a second one
+    delay     seconds between the moment that the victim tells of and the blow
+    server    who hosts the rendezvous: "rank 0", or "apart" for a process of its own
+    timeout   of the communicator, seconds
+    """
+
+    round: int
+    ranks: int
+    kind: str
+    moment: str
+    victims: tuple[int, ...]
+    delay: float
+    server: str
+    timeout: float
+    collective: str
+    algorithm: str | None
+    count: int
+    dtype: str
+    async_op: bool
+
+    @property
+    def deadly(self) -> bool:
+        """The victims do not come back."""
+        return self.kind not in ("abort", "mismatch")
+
+    @property
+    def survivors(self) -> list[int]:
+        return [r for r in range(self.ranks) if not self.deadly or r not in self.victims]
+
+    def __str__(self) -> str:
+        call = f"{self.collective}({self.count} {self.dtype}, {self.algorithm or 'auto'})"
+        who = "rank " + " and rank ".join(map(str, self.victims))
+        return (
+            f"{self.kind} {self.moment}, {who} of {self.ranks}, after {self.delay * 1e3:.1f} ms; "
+            f"{call}{', async' if self.async_op else ''}; rendezvous: {self.server}"
+        )
+
+
+def draw(seed: int, number: int, ranks: int) -> Plan:
+    """Round `number` of a seed; the same whenever and wherever it is drawn.
+
+    ranks  at most so many, and at least 2
+    """
+    rng = random.Random(f"{seed}/{number}")
+    n = rng.randint(2, max(2, ranks))
+    moment = rng.choice(MOMENTS)
+    if moment == "in shrink" and n < 3:
+        n = 3
+    kind = rng.choice(_POSSIBLE[moment])
+    victims = tuple(rng.sample(range(n), 2 if moment == "in shrink" else 1))
+    collective = rng.choice(COLLECTIVES)
+    known = [
+        a.name for a in algorithms() if not why_unsupported(a.name, collective, n, node=[0] * n)
+    ]
+    return Plan(
+        round=number,
+        ranks=n,
+        kind=kind,
+        moment=moment,
+        victims=victims,
+        # Moments last from a millisecond (shrink) to some tens (init, a large call).
+        delay=rng.choice((0.0, rng.uniform(0, 0.004), rng.uniform(0, 0.04))),
+        server=rng.choice(("rank 0", "apart")),
+        timeout=2.0 if kind == "sigstop" or moment in ("before init", "in init") else 20.0,
+        collective=collective,
+        algorithm=rng.choice([None, *known]),
+        count=rng.choice(COUNTS),
+        dtype=rng.choice(DTYPES),
+        async_op=rng.random() < 0.3,
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    return {**plan._asdict(), "victims": list(plan.victims)}

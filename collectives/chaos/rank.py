@@ -1,0 +1,230 @@
+"""What a rank does in a round; it runs in a process of its own, and reports as it goes.
+
+Reports are JSON lines: {"what": ..., "at": seconds of CLOCK_MONOTONIC, ...}.
+
+    armed    a victim has come to its moment; the blow follows (from the stage, for signals)
+    ends     a victim ends by itself now
+    raised   a call, or init, raised: kind, text, peer, where
+    again    a call on a shrunk communicator raised, so it is shrunk once more
+    shrunk   size and rank of the new communicator
+    done     the rank has come to its end
+    wrong    something that must never happen, in words
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CollectiveError, MismatchError
+from ..starting import init
+from . import verify
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+    from .plan import Plan
+
+_PATIENCE = 1.0  # seconds that shrink waits for a rank that lives and does not come
+_ATTEMPTS = 3
+
+
+class _Raised(Exception):
+    """The fault of a victim that ends with an exception."""
+
+
+class Rank:
+    """One rank of a round."""
+
+    def __init__(self, plan: Plan, rank: int, reports: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self._reports = reports
+        self._victim = rank in plan.victims
+
+    def report(self, what: str, **facts: Any) -> None:
+        line = json.dumps({"what": what, "at": time.monotonic(), **facts})
+        os.write(self._reports, line.encode() + b"\n")
+
+    def run(self) -> None:
+        """Raises what a victim of "raise" raises; returns otherwise."""
+        plan = self.plan
+        try:
+            if plan.moment == "before init" and self._victim:
+                self._blow(None)
+            if plan.moment == "in init" and self._victim:
+                self.report("armed")
+            comm = self._expect(lambda: init("tcp", timeout=plan.timeout), "init")
+            if comm is not None:
+                self._live(comm)
+            self.report("done")
+        except (_Raised, SystemExit):
+            raise
+        except BaseException as error:
+            self.report("wrong", text=f"{type(error).__name__}: {error}")
+
+    def _live(self, comm: Communicator) -> None:
+        plan = self.plan
+        if self._expect(lambda: verify.everything(comm) or True) is None:
+            return self._go_on(comm)  # a victim of "in init" may die as late as here
+        if plan.kind == "mismatch":
+            return self._disagree(comm)
+        if plan.moment == "at close":
+            if self._victim:
+                self._blow(comm)
+            comm.close()
+            return None
+        moments: dict[str, Callable[[Communicator], None]] = {
+            "between calls": self._between,
+            "in a call": self._stream,
+            "queued calls": self._queue,
+            "in a subgroup": self._subgroup,
+            "in shrink": self._between,
+            "in init": self._stream,
+            "before init": self._stream,
+        }
+        self._expect(lambda: moments[plan.moment](comm))
+        return self._go_on(comm)
+
+    # ---- moments ---------------------------------------------------------------------------------
+
+    def _between(self, comm: Communicator) -> None:
+        if self.rank == self.plan.victims[0]:
+            self._blow(comm)
+        self._stream(comm, armed=False)
+
+    def _stream(self, comm: Communicator, armed: bool = True) -> None:
+        """The plan's call, until it fails."""
+        plan = self.plan
+        how = {"algorithm": plan.algorithm, "async_op": plan.async_op}
+        if armed and self._victim and plan.moment == "in a call":
+            self._blow(comm, later=True)
+        while True:
+            got, expected = verify.call(comm, plan.collective, plan.count, plan.dtype, **how)
+            if plan.async_op:
+                got = got.wait()
+            verify.check(got, expected, str(plan))
+
+    def _queue(self, comm: Communicator) -> None:
+        """Many calls at once; all of them must end, and those that end well with what they must."""
+        plan = self.plan
+        how = {"algorithm": plan.algorithm, "async_op": True}
+        if self._victim:
+            self._blow(comm, later=True)
+        error: CollectiveError | None = None
+        while error is None:
+            calls = []
+            try:
+                for _ in range(8):
+                    calls.append(
+                        verify.call(comm, plan.collective, plan.count, plan.dtype, **how)
+                    )
+            except CollectiveError as raised:
+                error = raised
+            for work, expected in calls:
+                try:
+                    verify.check(work.wait(), expected, str(plan))
+                except CollectiveError as raised:
+                    error = error or raised
+        raise error
+
+    def _subgroup(self, comm: Communicator) -> None:
+        """Parts are made and used for the first time, again and again."""
+        plan = self.plan
+        if self._victim:
+            self._blow(comm, later=True)
+        while True:
+            part = comm.split(comm.rank % 2 if comm.size > 3 else 0)
+            assert part is not None
+            try:
+                got, expected = verify.call(
+                    part, plan.collective, plan.count, plan.dtype, algorithm=plan.algorithm
+                )
+                verify.check(got, expected, str(plan))
+            finally:
+                part.close()
+
+    def _disagree(self, comm: Communicator) -> None:
+        """One rank makes another call; all hear of both, and the communicator works on."""
+        plan = self.plan
+        count = plan.count + (comm.size if self._victim else 0)
+        try:
+            verify.call(comm, plan.collective, count, plan.dtype, algorithm=plan.algorithm)
+        except MismatchError as error:
+            kind = type(error).__name__
+            self.report("raised", kind=kind, text=str(error), peer=error.peer, where="call")
+        else:
+            self.report("wrong", text="ranks disagreed, and no MismatchError was raised")
+        verify.everything(comm)
+        comm.close()
+
+    # ---- the blow --------------------------------------------------------------------------------
+
+    def _blow(self, comm: Communicator | None, *, later: bool = False) -> None:
+        """The fault happens to this rank: now, or `later`, while it goes on with what it does."""
+        plan = self.plan
+        if plan.kind in ("sigkill", "sigstop"):
+            self.report("armed")
+            if not later:
+                time.sleep(plan.timeout + 60)  # it ends here
+            return
+        if later and plan.kind != "raise":
+            threading.Timer(plan.delay, self._act, [comm]).start()
+        else:
+            self._act(comm)
+
+    def _act(self, comm: Communicator | None) -> None:
+        kind = self.plan.kind
+        self.report("ends")
+        if kind == "exit":
+            os._exit(3)
+        if kind == "raise":
+            raise _Raised
+        assert comm is not None
+        if kind == "abort":
+            comm.abort("chaos")
+        if kind == "close":
+            comm.close()
+            raise SystemExit(0)
+
+    # ---- after it --------------------------------------------------------------------------------
+
+    def _expect(self, call: Callable[[], Any], where: str = "call") -> Any:
+        """What the call returns; None, and a report, if it raises an error of this package."""
+        try:
+            return call()
+        except CollectiveError as error:
+            kind = type(error).__name__
+            self.report("raised", kind=kind, text=str(error), peer=error.peer, where=where)
+            return None
+
+    def _go_on(self, comm: Communicator) -> None:
+        """Shrinks until those that are left can work, and checks that they do."""
+        plan = self.plan
+        in_shrink = plan.moment == "in shrink"
+        second = in_shrink and self.rank == plan.victims[1]
+        if second:
+            self.report("armed")
+        current, attempts = comm, 0
+        while True:
+            new = current.shrink(timeout=_PATIENCE)
+            attempts += 1
+            if current is not comm:
+                current.close()
+            current = new
+            try:
+                verify.everything(current)
+                # Until the second victim has been hit, whoever came that far goes round again.
+                while second or (in_shrink and current.size > len(plan.survivors)):
+                    verify.everything(current)
+                break
+            except CollectiveError as error:
+                if attempts == _ATTEMPTS:
+                    raise
+                self.report("again", kind=type(error).__name__, text=str(error))
+        self.report("shrunk", size=current.size, rank=current.rank, attempts=attempts)
+        current.close()
+        comm.close()

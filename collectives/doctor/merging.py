@@ -1,0 +1,244 @@
+"""The dumps of all ranks, and what they say together: who is behind, where, and since when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..bootstrap.groups import have, name_ranks
+from ..config import format_size
+from ..errors import ConfigError
+from ..flight_recorder import FORMAT, VERSION
+
+Dump = dict[str, Any]  # of one rank of one communicator; see docs/flight-recorder.md
+Record = dict[str, Any]
+
+_IN_IT = ("entered", "running")
+
+
+def read(paths: Iterable[str | Path]) -> list[Dump]:
+    """The communicators in some files. Raises ConfigError for a file that is no dump."""
+    found: list[Dump] = []
+    for path in paths:
+        try:
+            whole = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is no JSON: {error}") from error
+        if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+            raise ConfigError(f"{path} is no dump of a flight recorder")
+        if whole.get("version") != VERSION:
+            raise ConfigError(
+                f"{path} is a dump of version {whole.get('version')}; this doctor reads {VERSION}"
+            )
+        found += [
+            {**one, "host": whole["host"], "pid": whole["pid"]} for one in whole["communicators"]
+        ]
+    return found
+
+
+def diagnose(dumps: Sequence[Dump]) -> list[str]:
+    """A sentence for each communicator: those with trouble first, the largest before its parts."""
+    groups: dict[str, dict[int, Dump]] = {}
+    for dump in dumps:
+        ranks = groups.setdefault(dump["name"], {})
+        known = ranks.get(dump["rank"])
+        if known is None or known["time"] < dump["time"]:
+            ranks[dump["rank"]] = dump
+    judged = [(_Group(ranks)) for ranks in groups.values()]
+    judged.sort(key=lambda group: (not group.trouble, -group.size))
+    return [group.sentence for group in judged]
+
+
+class _Group:
+    """The ranks of one communicator."""
+
+    def __init__(self, ranks: dict[int, Dump]) -> None:
+        self._ranks = dict(sorted(ranks.items()))
+        some = next(iter(self._ranks.values()))
+        self.size: int = some["size"]
+        self._last = {r: d["calls"][-1] for r, d in self._ranks.items() if d["calls"]}
+        self.trouble = True
+        words = self._words()
+        if not words:
+            self.trouble = False
+            words = self._calm()
+        name = f"communicator {some['name'][:8]} of {self.size}"
+        absent = sorted(set(range(self.size)) - self._ranks.keys())
+        if absent:
+            words += f"; no dump of {name_ranks(absent)}"
+        self.sentence = f"{name}: {words}"
+
+    def _words(self) -> str:
+        """What is wrong; "" if nothing is."""
+        return (
+            self._dead()
+            or self._mismatch()
+            or self._disagreement()
+            or self._behind()
+            or self._stuck()
+            or self._transfers()
+            or self._failed()
+        )
+
+    def _dead(self) -> str:
+        died = [
+            (r, d["error"]) for r, d in self._ranks.items()
+            if d.get("error", {}).get("kind") == "peer_died"
+        ]
+        if not died:
+            return ""
+        gone = sorted({e["peer"] for _, e in died if "peer" in e})
+        seen = [r for r, _ in died]
+        where = next((self._call(self._last[r]) for r in seen if r in self._last), "a call")
+        names = name_ranks(gone) if gone else "a rank"
+        return f"{names} died; {name_ranks(seen)} noticed in {where}"
+
+    def _mismatch(self) -> str:
+        for dump in self._ranks.values():
+            error = dump.get("error")
+            if error and error["kind"] == "mismatch":
+                last = dump["calls"][-1] if dump["calls"] else None
+                if last is None or last["state"] == "failed":
+                    return str(error["message"])
+        return ""
+
+    def _disagreement(self) -> str:
+        """Ranks that are in one call by number and in different ones by name."""
+        newest = max((r["sequence"] for r in self._last.values()), default=0)
+        calls: dict[str, list[int]] = {}
+        for rank, record in self._last.items():
+            if record["sequence"] == newest and record["state"] != "done":
+                calls.setdefault(self._call(record), []).append(rank)
+        if len(calls) < 2:
+            return ""
+        sides = [f"{call} on {name_ranks(ranks)}" for call, ranks in calls.items()]
+        return "the ranks make different calls: " + ", ".join(sides)
+
+    def _behind(self) -> str:
+        newest = max((r["sequence"] for r in self._last.values()), default=0)
+        # Who is done with it has been there, and needs nobody any more.
+        waiting = [
+            r for r, record in self._last.items()
+            if record["sequence"] == newest and record["state"] != "done"
+        ]
+        behind = [
+            r for r in self._ranks
+            if r not in self._last or self._last[r]["sequence"] < newest
+        ]
+        if not waiting or not behind:
+            return ""
+        call = self._call(self._last[waiting[0]])
+        words = f"{name_ranks(behind)} {have(behind)} not entered {call}"
+        told = [self._doing(rank) for rank in behind[:3]]
+        return f"{words} ({'; '.join(told)}); {self._since(waiting)}"
+
+    def _stuck(self) -> str:
+        inside = [r for r, record in self._last.items() if record["state"] in _IN_IT]
+        if not inside:
+            return ""
+        ends = [r for r in self._ranks if r not in inside]
+        words = f"{name_ranks(inside)} {'is' if len(inside) == 1 else 'are'} in "
+        words += self._call(self._last[inside[0]])
+        waits = [self._waits(r) for r in inside if "waiting" in self._ranks[r]]
+        words += f"; {'; '.join(waits[:4])}" if waits else f", {self._since(inside)}"
+        return words + (f"; {name_ranks(ends)} {have(ends)} finished it" if ends else "")
+
+    def _transfers(self) -> str:
+        """A send or recv that the other side has not answered."""
+        for rank, dump in self._ranks.items():
+            for t in dump["transfers"]:
+                if t["state"] not in _IN_IT:
+                    continue
+                way = "from" if t["collective"] == "recv" else "to"
+                other = "send" if t["collective"] == "recv" else "recv"
+                words = (
+                    f"rank {rank} is in {t['collective']} {way} rank {t['peer']} with tag "
+                    f"{t['tag']} ({t['dtype']}, {_size(t)}) since {self._age(dump, t)}"
+                )
+                peer = self._ranks.get(t["peer"])
+                if peer is None:
+                    return words
+                pairs = [
+                    p for p in peer["transfers"]
+                    if (p["collective"], p["peer"], p["tag"]) == (other, rank, t["tag"])
+                    and p["state"] in _IN_IT
+                ]
+                return words + (
+                    "" if pairs else f"; rank {t['peer']} waits in no {other} with that tag"
+                )
+        return ""
+
+    def _failed(self) -> str:
+        failed = {r: d["error"] for r, d in self._ranks.items() if "error" in d}
+        broken = {r: e for r, e in failed.items() if self._ranks[r]["state"] != "open"}
+        if not broken:
+            return ""
+        first = min(broken, key=lambda r: broken[r]["time"])
+        return f"rank {first} was the first to fail: {broken[first]['message']}"
+
+    def _calm(self) -> str:
+        done = {r["sequence"] for r in self._last.values()}
+        if not done:
+            return "no call has been made"
+        if len(done) == 1 and len(self._last) == len(self._ranks):
+            record = next(iter(self._last.values()))
+            return f"all ranks that are here have finished {self._call(record)}; nobody waits"
+        numbers = [f"rank {r} #{record['sequence']}" for r, record in self._last.items()]
+        return f"nobody waits in a call; the last that they finished: {', '.join(numbers)}"
+
+    # ---- words -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _call(record: Record) -> str:
+        words = f"{record['collective']} #{record['sequence']}"
+        facts = []
+        if "dtype" in record:
+            facts = [record["dtype"], _size(record)]
+        facts += [record[name] for name in ("op",) if record.get(name) not in (None, "sum")]
+        if "root" in record:
+            facts.append(f"root {record['root']}")
+        if "algorithm" in record:
+            facts.append(record["algorithm"])
+        return f"{words} ({', '.join(facts)})" if facts else words
+
+    def _doing(self, rank: int) -> str:
+        record = self._last.get(rank)
+        if record is None:
+            return f"rank {rank} has made no call yet" if len(self._ranks) > 1 else "no call yet"
+        dump = self._ranks[rank]
+        state = "finished" if record["state"] == "done" else record["state"]
+        since = dump["time"] - record.get("end", record["begin"])
+        words = f"rank {rank} {state} {record['collective']} #{record['sequence']}"
+        return f"{words} {since:.1f} s ago" if state == "finished" else words
+
+    def _since(self, ranks: Sequence[int]) -> str:
+        gave_up = all(self._last[r]["state"] == "failed" for r in ranks)
+        first = min(ranks, key=lambda r: self._last[r]["begin"])
+        record = self._last[first]
+        if gave_up:
+            seconds = record.get("end", self._ranks[first]["time"]) - record["begin"]
+            return f"{name_ranks(ranks)} gave up after {seconds:.1f} s in it"
+        verb = "waits" if len(ranks) == 1 else "wait"
+        return f"{name_ranks(ranks)} {verb} in it since {self._age(self._ranks[first], record)}"
+
+    @staticmethod
+    def _age(dump: Dump, record: Record) -> str:
+        return f"{max(0.0, dump['time'] - record['begin']):.1f} s"
+
+    def _waits(self, rank: int) -> str:
+        w = self._ranks[rank]["waiting"]
+        words = f"rank {rank} waits for {w['for']}"
+        if "peer" in w:
+            words += f" of rank {w['peer']}"
+        if "step" in w:
+            words += f", step {w['step']}"
+        return f"{words}, since {w['seconds']:.1f} s"
+
+
+def _size(record: Record) -> str:
+    size = record["bytes"]
+    return f"{format_size(size)}iB" if size >= 1024 and size % 1024 == 0 else f"{size} bytes"

@@ -1,0 +1,62 @@
+"""The flight recorder: where its dumps go, and when they are written.
+
+The core keeps the last calls of every communicator (csrc/recorder.hpp). `Communicator.dump` reads
+one of them; a dump of the whole process is written to the directory COLLECTIVES_DUMP at every error
+of a call, and on SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+from . import _core
+from .errors import ConfigError
+
+FORMAT = "collectives flight recorder"
+VERSION = 1
+
+
+def dump_when_told(directory: str) -> None:
+    """Sets up what COLLECTIVES_DUMP asks for; nothing where it is empty.
+
+    SIGUSR1 is taken only where nothing else has: a program's own handler stays.
+    """
+    if not directory:
+        return
+    if not os.path.isdir(directory):
+        raise ConfigError(f"COLLECTIVES_DUMP {directory!r} is no directory")
+    _core.set_dump_directory(directory)
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        _core.dump_on_signal(signal.SIGUSR1)
+
+
+def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[str] = ".") -> None:
+    """From now on, signal `number` makes this process write what its flight recorders hold to
+    `directory`, as collectives-HOST-PID.json. It replaces the signal's handler.
+
+    Works in whatever the process is stuck: the file is written by a thread that needs no lock of
+    Python's.
+    """
+    _core.set_dump_directory(os.fspath(directory))
+    _core.dump_on_signal(number)
+
+
+def write_dump(communicator: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes one communicator's dump as a file that the doctor reads."""
+    whole = {
+        "format": FORMAT,
+        "version": VERSION,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "reason": "dump() was called",
+        "communicators": [communicator],
+    }
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(whole, file, indent=1)

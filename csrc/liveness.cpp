@@ -1,0 +1,80 @@
+#include "liveness.hpp"
+
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <map>
+
+namespace collectives {
+
+class Process {
+ public:
+  explicit Process(int pid) : pid_(pid), fd_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {}
+  ~Process() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  bool ended() const {
+    if (fd_ < 0) return kill(pid_, 0) != 0 && errno == ESRCH;
+    pollfd p{fd_, POLLIN, 0};
+    return poll(&p, 1, 0) == 1;
+  }
+
+  // The handle of a process that runs, or of one that has just ended.
+  static std::shared_ptr<Process> of(int pid) {
+    static std::mutex mutex;
+    static std::map<int, std::weak_ptr<Process>> known;
+    const std::lock_guard lock(mutex);
+    for (auto at = known.begin(); at != known.end();)
+      at = at->second.expired() ? known.erase(at) : std::next(at);
+    auto process = known[pid].lock();
+    // One that has ended may be an earlier process of the same number.
+    if (!process || process->ended()) known[pid] = process = std::make_shared<Process>(pid);
+    return process;
+  }
+
+ private:
+  int pid_;
+  int fd_;
+};
+
+Liveness::Liveness(std::shared_ptr<Region> region, int me, bool threads)
+    : region_(std::move(region)), me_(me), threads_(threads) {}
+
+void Liveness::watch() {
+  std::call_once(once_, [this] {
+    const int n = region_->shape().nranks;
+    processes_.resize(n);
+    if (threads_) return;
+    for (int q = 0; q < n; ++q)
+      if (q != me_ && process(q) > 0) processes_[q] = Process::of(process(q));
+  });
+}
+
+bool Liveness::dead(int q) {
+  auto& state = region_->rank(q).state;
+  const auto now = static_cast<RankState>(state.load(std::memory_order_acquire));
+  if (now == RankState::dead) return true;
+  if (threads_ || q == me_) return false;
+  watch();
+  if (!processes_[q] || !processes_[q]->ended()) return false;
+  if (now != RankState::closed)
+    state.store(static_cast<std::uint32_t>(RankState::dead), std::memory_order_release);
+  return true;
+}
+
+bool Liveness::left(int q) const {
+  const auto state = region_->rank(q).state.load(std::memory_order_acquire);
+  return static_cast<RankState>(state) == RankState::closed;
+}
+
+int Liveness::process(int q) const {
+  return region_->rank(q).process.load(std::memory_order_acquire);
+}
+
+}  // namespace collectives
