@@ -17,11 +17,7 @@ PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype,
                                        std::size_t bytes, bool background) {
   check_open();
   auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
-  if (background && !p2p_->done(t)) {
-    std::lock_guard lock(queue_mutex_);
-    background_p2p_ = true;
-    wake_worker();
-  }
+  if (background && !p2p_->done(t)) wake_transfer_worker();
   return t;
 }
 
@@ -29,11 +25,7 @@ PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype,
                                        std::size_t bytes, bool background) {
   check_open();
   auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
-  if (background && !p2p_->done(t)) {
-    std::lock_guard lock(queue_mutex_);
-    background_p2p_ = true;
-    wake_worker();
-  }
+  if (background && !p2p_->done(t)) wake_transfer_worker();
   return t;
 }
 
@@ -42,7 +34,7 @@ void Communicator::wait(const std::vector<PostedTransfer>& posted) {
     const auto where = [&] {
       Where w;
       w.phase = t->source != nullptr ? "room for a message" : "a message";
-      w.peer = t->peer;
+      w.peer = p2p_->peer(t);
       w.channel = kPointToPointChannel;
       return w;
     };
