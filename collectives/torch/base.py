@@ -41,11 +41,11 @@ class BaseGroup(dist.ProcessGroup):
         self._callbacks = CallbackLane(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
         )
-        self._completer = Completer()
+        self.completer = Completer()
         self._key = key_of(name)
-        self._numbers = itertools.count()
         self._barriers = itertools.count()
         self._coalesced: list[dist.Work] | None = None
+        self._moving: list[tuple[Any, Any]] = []  # sends and receives, and what they need
         self._closed = False
         _groups.add(self)
 
@@ -122,7 +122,7 @@ class BaseGroup(dist.ProcessGroup):
         _groups.discard(self)
         self._callbacks.close()
         self._main.comm.close()
-        self._completer.close()
+        self.completer.close()
 
     # ---- how a call is made
 
@@ -135,7 +135,7 @@ class BaseGroup(dist.ProcessGroup):
             return self._make_on_gpu(call, outputs)
         if key is not None:
             return self._hand_over(
-                [self._callbacks.submit(key, call.steps)], call, outputs, key, opts
+                [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
             )
         if self._size == 1 or not (opts is None or opts.asyncOp):
             for step in call.steps:
@@ -143,17 +143,21 @@ class BaseGroup(dist.ProcessGroup):
             if call.finish is not None:
                 call.finish()
             return self._note(CompletedWork(outputs))
-        key = mix(self._key, next(self._numbers))
-        handles = [self._main.submit(step) for step in call.steps]
-        return self._hand_over(handles, call, outputs, key, None)
+        submitted = [self._main.submit(step, call.keep) for step in call.steps]
+        key = mix(self._key, submitted[-1][1] if submitted else 0)
+        return self._hand_over([handle for handle, _ in submitted], call, outputs, key, None)
 
     def _hand_over(
         self, handles: list[Any], call: Call, outputs: Any, key: int, opts: Any
     ) -> dist.Work:
-        work = PendingWork(handles, outputs, call.finish, call.keep, self._completer, key)
+        work = PendingWork(handles, outputs, call.finish, call.keep, self, key)
         if opts is not None and not opts.asyncOp:
             work.wait()
         return self._note(work)
+
+    def release(self) -> None:
+        """Lets go of the memory of calls that have ended."""
+        self._main.release()
 
     def _make_on_gpu(self, call: Call, outputs: Any) -> dist.Work:
         for step in call.steps:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -142,30 +143,50 @@ class MainLane:
         self.comm = comm
         # A blocking call runs on the calling thread, and the core takes one thread at a time.
         self._lock = threading.Lock()
+        self._held: deque[tuple[Any, Any]] = deque()
+        self.calls = 0  # which are the same on all ranks, whether or not they wait for them
 
     def call(self, step: Step) -> None:
         with self._lock:
+            self.calls += 1
             if step.device is not None:
                 put_on_stream(self.comm, step)
             else:
                 self.comm._call(*arguments(self.comm, step))
 
-    def submit(self, step: Step) -> Any:
-        """A handle with done(), wait(seconds) and raise_error()."""
+    def submit(self, step: Step, keep: Any) -> tuple[Any, int]:
+        """A handle with done(), wait(seconds) and raise_error(), and the number of the call. `keep`
+        lives until the call has ended, whether or not anybody holds the handle.
+        """
         with self._lock:
-            return self.comm._submit(*arguments(self.comm, step))
+            self._release()
+            self.calls += 1
+            handle = self.comm._submit(*arguments(self.comm, step))
+            self._held.append((handle, keep))
+            return handle, self.calls
+
+    def release(self) -> None:
+        """Lets go of what was kept for calls that have ended."""
+        with self._lock:
+            self._release()
+
+    def _release(self) -> None:
+        while self._held and self._held[0][0].done():
+            self._held.popleft()
 
 
 class Job:
     """A call on the callback lane."""
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Step], keep: Any) -> None:
         self.steps = steps
+        self._keep = keep
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         self._error = error
+        self._keep = None
         self._ended.set()
 
     def done(self) -> bool:
@@ -197,8 +218,8 @@ class CallbackLane:
         self._failure: BaseException | None = None
         self._closed = False
 
-    def submit(self, key: int, steps: list[Step]) -> Job:
-        job = Job(steps)
+    def submit(self, key: int, steps: list[Step], keep: Any) -> Job:
+        job = Job(steps, keep)
         with self._changed:
             if self._failure is not None:
                 job.end(self._failure)

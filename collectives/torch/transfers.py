@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from .base import BaseGroup
-from .lanes import mix
 from .tensors import Call, Tensor, dense, moved
 from .work import TransferHandle, TransferWork
 
@@ -49,10 +48,10 @@ class Transfers(BaseGroup):
 
     def _under_way(self, posted: Any, outputs: Any, finish: Any, keep: Any) -> dist.Work:
         handle = TransferHandle(self._main.comm._core, posted)
-        key = mix(self._key, next(self._numbers))
-        return self._note(
-            TransferWork([handle], outputs, finish, keep, self._completer, key)
-        )
+        # What is under way is kept, whether or not anybody holds the work.
+        self._moving = [(h, k) for h, k in self._moving if not h.done()]
+        self._moving.append((handle, keep))
+        return self._note(TransferWork([handle], outputs, finish, keep, self, key=0))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._size:

@@ -30,6 +30,14 @@ class Handle(Protocol):
     def raise_error(self) -> None: ...
 
 
+class Owner(Protocol):
+    """What a work needs of its process group."""
+
+    completer: Completer
+
+    def release(self) -> None: ...
+
+
 class Future(torch.futures.Future):
     """torch's future, whose callbacks are known by a key, so that calls that they make can be
     matched with those of other ranks.
@@ -123,6 +131,7 @@ class PendingWork(dist.Work):
     finish     run once when all have ended well, by whoever sees it first: copies results out of
                scratch
     keep       what must live until then
+    group      the process group
     key        the call's key
     """
 
@@ -132,7 +141,7 @@ class PendingWork(dist.Work):
         outputs: Any,
         finish: Callable[[], None] | None,
         keep: Any,
-        completer: Completer,
+        group: Owner,
         key: int,
     ) -> None:
         super().__init__()
@@ -140,7 +149,7 @@ class PendingWork(dist.Work):
         self._outputs = outputs
         self._finish = finish
         self._keep = keep
-        self._completer = completer
+        self._group = group
         self._key = key
         self._lock = threading.Lock()
         self._settled = False
@@ -197,7 +206,7 @@ class PendingWork(dist.Work):
     # ---- how it ends
 
     def _watch(self) -> None:
-        self._completer.watch(self)
+        self._group.completer.watch(self)
 
     def settle(self, seconds: float | None) -> bool:
         """Waits, and finishes what has ended; False if something has not."""
@@ -216,6 +225,7 @@ class PendingWork(dist.Work):
                     self._error = error
                 self._handles, self._finish, self._keep = (), None, None
                 self._settled = True
+                self._group.release()
         return True
 
     def await_end(self) -> None:
