@@ -86,6 +86,12 @@ class BaseGroup(dist.ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Memory that ranks share is made by all of them together, and torch asks for it one by
+        one.
+        """
+        return False
+
     def get_group_store(self) -> Any:
         return self._meeting.store
 

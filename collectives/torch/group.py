@@ -92,18 +92,7 @@ class CollectivesGroup(Transfers, BaseGroup):
             return DONE
         number, times = reduced(dtype)
         pointer, count = tensor.data_ptr(), tensor.numel() * times
-        self._main.call(
-            Step(
-                "all_reduce",
-                number,
-                pointer,
-                pointer,
-                count,
-                op=op.number,
-                factor=op.factor,
-                nbytes=tensor.nbytes,
-            )
-        )
+        self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)
         return DONE
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:

@@ -87,6 +87,9 @@ class Callback:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
+_ALL_REDUCE = COLLECTIVES["all_reduce"]
+
+
 class Step(NamedTuple):
     """One call of the core, before an algorithm is chosen. Addresses are of contiguous memory.
 
@@ -144,6 +147,7 @@ class MainLane:
         # A blocking call runs on the calling thread, and the core takes one thread at a time.
         self._lock = threading.Lock()
         self._held: deque[tuple[Any, Any]] = deque()
+        self._all_reduce_choices = comm._table("all_reduce")
         self.calls = 0  # which are the same on all ranks, whether or not they wait for them
 
     def call(self, step: Step) -> None:
@@ -153,6 +157,22 @@ class MainLane:
                 put_on_stream(self.comm, step)
             else:
                 self.comm._call(*arguments(self.comm, step))
+
+    def all_reduce(
+        self, dtype: int, pointer: int, count: int, op: int, factor: complex, nbytes: int
+    ) -> None:
+        """`call` of an all_reduce in place in host memory, for less: 1.5 us instead of 5."""
+        comm = self.comm
+        real, imag = factor.real, factor.imag
+        for limit, algorithm in self._all_reduce_choices:  # noqa: B007: the last serves all sizes
+            if nbytes <= limit:
+                break
+        with self._lock:
+            self.calls += 1
+            comm._call(
+                _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, algorithm, 0,
+                real, imag,
+            )  # fmt: skip
 
     def submit(self, step: Step, keep: Any) -> tuple[Any, int]:
         """A handle with done(), wait(seconds) and raise_error(), and the number of the call. `keep`

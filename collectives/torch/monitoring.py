@@ -34,8 +34,8 @@ def monitored_barrier(
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is None:
         seconds = meeting.timeout
-    if seconds <= 0:
-        raise ValueError(f"monitored_barrier: timeout is {seconds:g} s; it must be positive")
+    if seconds < 0:
+        raise ValueError(f"monitored_barrier: timeout is {seconds:g} s; it must not be negative")
     store, where = meeting.store, f"monitored/{number}"
     end = time.monotonic() + seconds
     if meeting.rank:

@@ -50,5 +50,5 @@ def all_reduce_sparse(group: CollectivesGroup, tensors: Sequence[Tensor], opts: 
             torch.cat(all_indices).t(), torch.cat(all_values), mine.shape, check_invariants=False
         ).coalesce()
         with torch.no_grad():
-            tensor.detach().copy_(total)
+            tensor.copy_(total)  # a detached one would keep what it gets to itself
     return CompletedWork(list(tensors))
