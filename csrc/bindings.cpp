@@ -413,6 +413,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("transports", &Communicator::transports)
       .def_property_readonly("one_region", &Communicator::one_region)
       .def_property_readonly("calls", &Communicator::calls)
+      .def_property_readonly("queued", &Communicator::queued)
       .def_property_readonly(
           "tuning", [](Communicator& c) -> HostTuning& { return c.tuning(); },
           py::return_value_policy::reference_internal)
@@ -448,6 +449,8 @@ PYBIND11_MODULE(_core, m) {
           py::call_guard<py::gil_scoped_release>())
       .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
       .def("transfer_done", &Communicator::done)
+      .def("transfer_peer", &Communicator::peer)
+      .def_property("timeout", &Communicator::timeout, &Communicator::set_timeout)
       .def("make_segment", &Communicator::make_segment)
       .def("open_segment",
            [](Communicator& c, std::uint64_t id, std::size_t bytes,

@@ -100,7 +100,8 @@ void Work::finish(std::exception_ptr error) {
 
 // ---- life -------------------------------------------------------------------------------------
 
-Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config)) {
+Communicator::Communicator(CommunicatorConfig config)
+    : config_(std::move(config)), timeout_s_(config_.timeout_s) {
   const int n = config_.nranks;
   links_.to.assign(n, nullptr);
   links_.max_channels = kProgramChannels;
@@ -180,6 +181,7 @@ void Communicator::close() {
     queue_changed_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
+  if (transfer_thread_.joinable()) transfer_thread_.join();
   recorder_->closed();
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
@@ -498,39 +500,62 @@ void Communicator::wake_worker() {
 void Communicator::worker() {
   std::unique_lock lock(queue_mutex_);
   for (;;) {
-    if (queue_.empty() && !background_p2p_) {
+    if (queue_.empty()) {
       if (stop_) return;
       queue_changed_.wait(lock);
       continue;
     }
-    if (!queue_.empty()) {
-      Job job = std::move(queue_.front());
-      queue_.pop_front();
-      lock.unlock();
-      std::exception_ptr error;
-      try {
-        // Behind a call that failed the ranks are out of step: what is queued must not run.
-        if (broken_)
-          throw Error(ErrorKind::aborted,
-                      "a call before this one in the queue failed: " + broken_reason());
-        if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
-        Busy busy(busy_);
-        execute(job.call, job.options);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      queued_.fetch_sub(1, std::memory_order_release);
-      job.work->finish(error);
-      lock.lock();
+    Job job = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      // Behind a call that failed the ranks are out of step: what is queued must not run.
+      if (broken_)
+        throw Error(ErrorKind::aborted,
+                    "a call before this one in the queue failed: " + broken_reason());
+      if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
+      Busy busy(busy_);
+      execute(job.call, job.options);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    queued_.fetch_sub(1, std::memory_order_release);
+    job.work->finish(error);
+    lock.lock();
+  }
+}
+
+void Communicator::wake_transfer_worker() {
+  std::lock_guard lock(queue_mutex_);
+  background_p2p_ = true;
+  if (!transfer_thread_.joinable()) transfer_thread_ = std::thread([this] { transfer_worker(); });
+  queue_changed_.notify_all();
+}
+
+// Moves sends and receives that nobody waits for.
+void Communicator::transfer_worker() {
+  using std::chrono::microseconds;
+  constexpr microseconds kFirstNap{50}, kLongestNap{1000};
+  microseconds nap = kFirstNap;
+  std::unique_lock lock(queue_mutex_);
+  while (!stop_) {
+    if (!background_p2p_) {
+      queue_changed_.wait(lock);
+      nap = kFirstNap;
       continue;
     }
     lock.unlock();
     const bool moved = p2p_->progress();
-    const bool idle = p2p_->idle();
     lock.lock();
-    if (idle) background_p2p_ = false;
-    if (stop_) return;
-    if (!moved && !idle) queue_changed_.wait_for(lock, std::chrono::microseconds(50));
+    if (moved) {
+      nap = kFirstNap;
+    } else if (p2p_->idle()) {
+      background_p2p_ = false;
+    } else if (!stop_) {
+      const bool rung = queue_changed_.wait_for(lock, nap) == std::cv_status::no_timeout;
+      nap = rung ? kFirstNap : std::min(nap * 2, kLongestNap);
+    }
   }
 }
 

@@ -73,10 +73,15 @@ class Communicator : public Watch {
   int rank() const { return config_.rank; }
   int size() const { return config_.nranks; }
   const CommunicatorConfig& config() const { return config_; }
+  // Seconds that a wait lasts at most, from the next look at the clock on. Any thread.
+  double timeout() const { return timeout_s_; }
+  void set_timeout(double seconds) { timeout_s_ = seconds; }
   HostTuning& tuning() { return config_.tuning; }
   bool one_region() const { return direct_ != nullptr; }
   std::string transports() const;
   std::uint64_t calls() const { return calls_; }
+  // Asynchronous calls that have not ended.
+  int queued() const { return queued_.load(std::memory_order_acquire); }
 
   // A number for an algorithm name, to be used in run().
   int intern(const std::string& algorithm);
@@ -103,6 +108,8 @@ class Communicator : public Watch {
   // Until all are done; throws the first error.
   void wait(const std::vector<PostedTransfer>& posted);
   bool done(const PostedTransfer& t) { return p2p_->done(t); }
+  // Whom a transfer is with; PointToPoint::kAnyPeer while a receive from any peer waits.
+  int peer(const PostedTransfer& t) { return p2p_->peer(t); }
 
   // Symmetric memory: this rank's part, then everybody's.
   std::string make_segment(std::size_t bytes);
@@ -199,6 +206,8 @@ class Communicator : public Watch {
   void check_open() const;
   void worker();
   void wake_worker();
+  void transfer_worker();
+  void wake_transfer_worker();
 
   CommunicatorConfig config_;
   std::vector<int> numbers_;  // rank number of each local rank
@@ -249,6 +258,7 @@ class Communicator : public Watch {
   std::chrono::steady_clock::time_point last_poll_{};
   int closed_seen_ = 0;
 
+  std::atomic<double> timeout_s_{0};
   std::atomic<bool> busy_{false};
   std::atomic<bool> closed_{false};
   std::atomic<bool> broken_{false};
@@ -268,6 +278,7 @@ class Communicator : public Watch {
   bool background_p2p_ = false;
   bool stop_ = false;
   std::thread thread_;
+  std::thread transfer_thread_;  // apart: a collective that waits for peers must not stop transfers
 };
 
 }  // namespace collectives

@@ -139,7 +139,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
       fail(ErrorKind::aborted, text + " (" + place() + ")", peer);
   }
   const double waited = duration<double>(now - since).count();
-  if (waited > config_.timeout_s) {
+  if (waited > timeout_s_) {
     const std::string text =
         "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
         ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";

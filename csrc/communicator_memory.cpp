@@ -20,11 +20,7 @@ PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype,
       recorder_->transfer(Recorder::kSend, dtype, bytes / size_of(dtype), peer, tag);
   auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
   t->record = record;
-  if (background && !p2p_->done(t)) {
-    std::lock_guard lock(queue_mutex_);
-    background_p2p_ = true;
-    wake_worker();
-  }
+  if (background && !p2p_->done(t)) wake_transfer_worker();
   return t;
 }
 
@@ -35,11 +31,7 @@ PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype,
       recorder_->transfer(Recorder::kRecv, dtype, bytes / size_of(dtype), peer, tag);
   auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
   t->record = record;
-  if (background && !p2p_->done(t)) {
-    std::lock_guard lock(queue_mutex_);
-    background_p2p_ = true;
-    wake_worker();
-  }
+  if (background && !p2p_->done(t)) wake_transfer_worker();
   return t;
 }
 
@@ -59,7 +51,7 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
     const auto where = [&] {
       Where w;
       w.phase = t->source != nullptr ? "room for a message" : "a message";
-      w.peer = t->peer;
+      w.peer = p2p_->peer(t);
       w.channel = kPointToPointChannel;
       return w;
     };

@@ -49,6 +49,12 @@ PostedTransfer PointToPoint::post_recv(int peer, std::uint32_t tag, Dtype dtype,
   t->target = static_cast<std::byte*>(data);
   t->bytes = bytes;
   std::lock_guard lock(mutex_);
+  if (peer == kAnyPeer) {
+    any_.push_back(t);
+    for (std::size_t r = 0; r < links_.to.size() && !t->done; ++r)
+      match_stash(static_cast<int>(r), peers_[static_cast<int>(r)]);
+    return t;
+  }
   Peer& p = peers_[peer];
   p.recvs.push_back(t);
   match_stash(peer, p);
@@ -60,8 +66,14 @@ bool PointToPoint::done(const PostedTransfer& t) {
   return t->done;
 }
 
+int PointToPoint::peer(const PostedTransfer& t) {
+  std::lock_guard lock(mutex_);
+  return t->peer;
+}
+
 bool PointToPoint::idle() {
   std::lock_guard lock(mutex_);
+  if (!any_.empty()) return false;
   for (const auto& [peer, p] : peers_)
     if (!p.sends.empty() || !p.recvs.empty() || p.receiving || p.stashing) return false;
   return true;
@@ -70,10 +82,11 @@ bool PointToPoint::idle() {
 bool PointToPoint::progress() {
   std::lock_guard lock(mutex_);
   bool moved = false;
-  for (auto& [peer, p] : peers_) {
+  for (auto& [peer, p] : peers_) {  // a receive from any peer has made an entry for each
     if (peer == me_) continue;
     if (!p.sends.empty()) moved |= progress_sends(peer, p);
-    if (!p.recvs.empty() || p.receiving || p.stashing) moved |= progress_recvs(peer, p);
+    if (!any_.empty() || !p.recvs.empty() || p.receiving || p.stashing)
+      moved |= progress_recvs(peer, p);
   }
   return moved;
 }
@@ -115,20 +128,33 @@ void PointToPoint::check_match(int peer, TransferState& t, Dtype dtype, std::siz
                                      words(total, dtype) + ". The message was dropped"));
 }
 
+// The first receive that takes a message of `p` with `tag`, and the list that it is in.
+std::list<PostedTransfer>* PointToPoint::find_recv(Peer& p, std::uint32_t tag,
+                                                   std::list<PostedTransfer>::iterator* at) {
+  for (std::list<PostedTransfer>* list : {&p.recvs, &any_}) {
+    *at = std::find_if(list->begin(), list->end(),
+                       [&](const PostedTransfer& t) { return t->tag == tag; });
+    if (*at != list->end()) return list;
+  }
+  return nullptr;
+}
+
 bool PointToPoint::match_stash(int peer, Peer& p) {
   bool any = false;
-  for (auto r = p.recvs.begin(); r != p.recvs.end();) {
-    const auto s = std::find_if(p.stash.begin(), p.stash.end(),
-                                [&](const Stashed& x) { return x.tag == (*r)->tag; });
-    if (s == p.stash.end() || s->moved != s->total) {
-      ++r;
+  for (auto s = p.stash.begin(); s != p.stash.end();) {
+    std::list<PostedTransfer>::iterator at;
+    std::list<PostedTransfer>* list = s->moved == s->total ? find_recv(p, s->tag, &at) : nullptr;
+    if (list == nullptr) {
+      ++s;
       continue;
     }
-    check_match(peer, **r, s->dtype, s->total);
-    if (!(*r)->discard && s->total != 0) std::memcpy((*r)->target, s->data.data(), s->total);
-    (*r)->done = true;
-    p.stash.erase(s);
-    r = p.recvs.erase(r);
+    TransferState& t = **at;
+    t.peer = peer;
+    check_match(peer, t, s->dtype, s->total);
+    if (!t.discard && s->total != 0) std::memcpy(t.target, s->data.data(), s->total);
+    t.done = true;
+    list->erase(at);
+    s = p.stash.erase(s);
     any = true;
   }
   return any;
@@ -137,7 +163,7 @@ bool PointToPoint::match_stash(int peer, Peer& p) {
 bool PointToPoint::progress_recvs(int peer, Peer& p) {
   RecvPort& port = links_.to[peer]->recv_port(peer, channel_);
   bool any = false;
-  while (!p.recvs.empty() || p.receiving || p.stashing) {
+  while (!any_.empty() || !p.recvs.empty() || p.receiving || p.stashing) {
     if (!p.listening) {
       port.expect(1);
       p.listening = true;
@@ -150,11 +176,11 @@ bool PointToPoint::progress_recvs(int peer, Peer& p) {
     }
     const std::size_t total = bytes_of(header.tag);
     if (!p.receiving && p.stashing == nullptr) {  // the first slice of a message
-      const auto r = std::find_if(p.recvs.begin(), p.recvs.end(),
-                                  [&](const PostedTransfer& t) { return t->tag == header.user; });
-      if (r != p.recvs.end()) {
-        p.receiving = *r;
-        p.recvs.erase(r);
+      std::list<PostedTransfer>::iterator at;
+      if (std::list<PostedTransfer>* list = find_recv(p, header.user, &at)) {
+        p.receiving = *at;
+        list->erase(at);
+        p.receiving->peer = peer;
         check_match(peer, *p.receiving, dtype_of(header.tag), total);
       } else {
         p.stash.push_back(

@@ -3,7 +3,8 @@
 // A message is cut into slices of one slot; slices of one message follow each other. A message
 // waits in the FIFO until a matching receive is posted (so memory stays bounded and a sender of
 // more than the FIFO holds waits for its receiver); it is set aside only when a receive with
-// another tag is posted behind it. Receives match in order of posting.
+// another tag is posted behind it. Receives match in order of posting; one from any peer takes the
+// first message with its tag that no receive from that peer asks for.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +24,7 @@
 namespace collectives {
 
 struct TransferState {  // one posted operation
-  int peer = 0;
+  int peer = 0;  // kAnyPeer until a message has matched
   std::uint32_t tag = 0;
   Dtype dtype = Dtype::uint8;
   const std::byte* source = nullptr;  // send
@@ -39,6 +40,8 @@ using PostedTransfer = std::shared_ptr<TransferState>;
 
 class PointToPoint {
  public:
+  static constexpr int kAnyPeer = -1;
+
   PointToPoint(const Links& links, int me, int channel)
       : links_(links), me_(me), channel_(channel) {}
 
@@ -48,6 +51,8 @@ class PointToPoint {
   // Moves what can be moved; true if anything did. Any thread.
   bool progress();
   bool done(const PostedTransfer& t);
+  // Whom a transfer is with; kAnyPeer while that is open.
+  int peer(const PostedTransfer& t);
   bool idle();
 
  private:
@@ -70,12 +75,15 @@ class PointToPoint {
   bool progress_sends(int peer, Peer& p);
   bool progress_recvs(int peer, Peer& p);
   bool match_stash(int peer, Peer& p);
+  std::list<PostedTransfer>* find_recv(Peer& p, std::uint32_t tag,
+                                       std::list<PostedTransfer>::iterator* at);
   void check_match(int peer, TransferState& t, Dtype dtype, std::size_t total);
 
   const Links& links_;
   int me_, channel_;
   std::mutex mutex_;
   std::map<int, Peer> peers_;
+  std::list<PostedTransfer> any_;  // receives from any peer
 };
 
 }  // namespace collectives

@@ -1,0 +1,22 @@
+"""The torch.distributed backend: `dist.init_process_group("collectives")`.
+
+torch finds this package by itself: its entry point in the group `torch.backends` calls `register`
+when torch is imported. Nothing else is done then; the core is loaded with the first process group.
+
+    registering.py   what torch is told at import
+    rendezvous.py    RANK, WORLD_SIZE and a store for programs that mpirun started
+    joining.py       a communicator for the ranks of a process group
+    group.py         the process group: every call of torch.distributed
+    tensors.py       tensors as the core sees them
+    lanes.py         who makes which call when: callers, and callbacks of futures
+    work.py          what an asynchronous call returns, and its future
+    completing.py    the threads that complete futures
+
+It is pure Python, so one build serves every torch from 2.11 on.
+"""
+
+from __future__ import annotations
+
+from .registering import register
+
+__all__ = ["register"]

@@ -1,0 +1,204 @@
+"""A process group without its calls: its life, its names, and how a call is made."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _core
+from .completing import Completer
+from .joining import Meeting
+from .lanes import CallbackLane, MainLane, key_of, mix, next_key
+from .monitoring import monitored_barrier
+from .tensors import Call
+from .work import CompletedWork, JoinedWork, PendingWork
+
+_groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
+
+
+class BaseGroup(dist.ProcessGroup):
+    """From 2.11 to 2.13 torch takes a backend written in Python only as a whole process group. It is
+    asked by Python and, for the methods that torch's trampoline knows, by C++.
+    """
+
+    monitors_barriers = True
+
+    def __init__(self, meeting: Meeting, name: str) -> None:
+        # The constructor with a store makes torch look for C++ backends.
+        super().__init__(meeting.rank, meeting.size)
+        self._rank, self._size = meeting.rank, meeting.size
+        self._meeting = meeting
+        self._name, self._description = name, "undefined"
+        comm = meeting.join("main")
+        self._main = MainLane(comm)
+        self._callbacks = CallbackLane(
+            lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
+        )
+        self.completer = Completer()
+        self._key = key_of(name)
+        self._barriers = itertools.count()
+        self._coalesced: list[dist.Work] | None = None
+        self._moving: list[tuple[Any, Any]] = []  # sends and receives, and what they need
+        self._closed = False
+        _groups.add(self)
+
+    # ---- names
+
+    def getBackendName(self) -> str:
+        return "collectives"
+
+    name = getBackendName
+    _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def __repr__(self) -> str:
+        return f"<CollectivesGroup {self._name}: rank {self._rank} of {self._size}>"
+
+    # ---- what torch asks of a group and of its backends
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        on_gpus = _core.has_cuda and torch.cuda.is_available()
+        return [torch.device(kind) for kind in (("cpu", "cuda") if on_gpus else ("cpu",))]
+
+    def _get_backend(self, device: torch.device) -> BaseGroup:
+        return self
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Memory that ranks share is made by all of them together, and torch asks for it one by
+        one.
+        """
+        return False
+
+    def get_group_store(self) -> Any:
+        return self._meeting.store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._main.comm._core.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        return
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    # ---- life
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a wait lasts at most, from now on."""
+        seconds = timeout.total_seconds()
+        self._main.comm._core.timeout = seconds
+        self._callbacks.set_timeout(seconds)
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Ends all pending calls of all ranks with AbortedError; later calls raise it too."""
+        reason = f"process group {self._name} was aborted"
+        self._callbacks.abort(reason)
+        self._main.comm.abort(reason)
+
+    def shutdown(self) -> None:
+        """Leaves the group, once the calls that are queued have ended."""
+        if self._closed:
+            return
+        self._closed = True
+        _groups.discard(self)
+        self._callbacks.close()
+        self._main.comm.close()
+        self.completer.close()
+
+    # ---- how a call is made
+
+    def _make(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
+        """Makes a call that is ready: at once if torch wants to wait for it, else in the
+        background.
+        """
+        key = next_key()
+        if call.device is not None:
+            return self._make_on_gpu(call, outputs)
+        if key is not None:
+            return self._hand_over(
+                [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
+            )
+        if self._size == 1 or not (opts is None or opts.asyncOp):
+            for step in call.steps:
+                self._main.call(step)
+            if call.finish is not None:
+                call.finish()
+            return self._note(CompletedWork(outputs))
+        submitted = [self._main.submit(step, call.keep) for step in call.steps]
+        key = mix(self._key, submitted[-1][1] if submitted else 0)
+        return self._hand_over([handle for handle, _ in submitted], call, outputs, key, None)
+
+    def _hand_over(
+        self, handles: list[Any], call: Call, outputs: Any, key: int, opts: Any
+    ) -> dist.Work:
+        work = PendingWork(handles, outputs, call.finish, call.keep, self, key)
+        if opts is not None and not opts.asyncOp:
+            work.wait()
+        return self._note(work)
+
+    def release(self) -> None:
+        """Lets go of the memory of calls that have ended."""
+        self._main.release()
+
+    def _make_on_gpu(self, call: Call, outputs: Any) -> dist.Work:
+        for step in call.steps:
+            self._main.call(step)
+        if call.finish is not None:
+            call.finish()
+        return self._note(CompletedWork(outputs, devices=[call.device]))
+
+    def _note(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return JoinedWork(works)
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that names the ranks that did not come; see `monitoring`."""
+        number = next(self._barriers)
+        monitored_barrier(self._meeting, number, timeout, wait_all_ranks=wait_all_ranks)
+
+
+@atexit.register
+def _leave() -> None:
+    """At the end of a program that destroys no process group: calls that are still under way would
+    keep its threads.
+    """
+    for group in list(_groups):
+        with contextlib.suppress(Exception):
+            if group._main.comm._core.queued:
+                group.abort()
+            group.shutdown()

@@ -1,0 +1,338 @@
+"""What calls return to torch: works, and their futures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.futures
+
+from ..errors import DeadlineError
+from .lanes import Callback, mix
+
+if TYPE_CHECKING:
+    from .. import _core
+    from .completing import Completer
+
+NO_TIMEOUT = timedelta(0)
+
+
+class Handle(Protocol):
+    """Something under way: a call in the core's queue, one on the callback lane, a transfer."""
+
+    def done(self) -> bool: ...
+    def wait(self, seconds: float) -> bool: ...
+    def raise_error(self) -> None: ...
+
+
+class Owner(Protocol):
+    """What a work needs of its process group."""
+
+    completer: Completer
+
+    def release(self) -> None: ...
+
+
+class Future(torch.futures.Future):
+    """torch's future, whose callbacks are known by a key, so that calls that they make can be
+    matched with those of other ranks.
+    """
+
+    def __init__(self, key: int, devices: Sequence[Any] = ()) -> None:
+        super().__init__(devices=list(devices))
+        self._key = key
+        self._devices = devices
+        self._branches = 0
+
+    def _branch(self) -> int:
+        self._branches += 1
+        return mix(self._key, self._branches)
+
+    def then(self, callback: Callable[[Any], Any]) -> Future:
+        child = Future(self._branch(), self._devices)
+
+        def run(_: Any) -> None:
+            try:
+                with Callback(child._key):
+                    value = callback(self)
+            except Exception as error:  # it is the child's, as torch does it
+                child.set_exception(error)
+            else:
+                child.set_result(value)
+
+        super().add_done_callback(run)
+        return child
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        key = self._branch()
+
+        def run(_: Any) -> None:
+            with Callback(key):
+                callback(self)
+
+        super().add_done_callback(run)
+
+
+def failed_future(error: BaseException) -> Exception:
+    """An error as a future takes it."""
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+class CompletedWork(dist.Work):
+    """A call that was over before it returned, or that the current CUDA stream orders."""
+
+    def __init__(self, outputs: Any, source: int = -1, devices: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._source = source
+        self._devices = devices
+        self._future: Future | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+    def get_future(self) -> Future:
+        if self._future is None:
+            self._future = Future(0, self._devices)
+            self._future.set_result(self._outputs)
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        return
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+
+class PendingWork(dist.Work):
+    """A call that goes on.
+
+    handles    all must end
+    outputs    the tensors that it writes, as torch wants them in the future
+    finish     run once when all have ended well, by whoever sees it first: copies results out of
+               scratch
+    keep       what must live until then
+    group      the process group
+    key        the call's key
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        outputs: Any,
+        finish: Callable[[], None] | None,
+        keep: Any,
+        group: Owner,
+        key: int,
+    ) -> None:
+        super().__init__()
+        self._handles = handles
+        self._outputs = outputs
+        self._finish = finish
+        self._keep = keep
+        self._group = group
+        self._key = key
+        self._lock = threading.Lock()
+        self._settled = False
+        self._error: BaseException | None = None
+        self._future: Future | None = None
+
+    # ---- what torch calls
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits up to `timeout` (0: as long as the group's timeout allows). Raises what the call
+        raised; DeadlineError if it is not done by then, and then it goes on.
+        """
+        if not self._settled:
+            seconds = timeout.total_seconds()
+            if not self.settle(seconds if seconds > 0 else None):
+                raise DeadlineError(
+                    f"Work.wait timed out: the call is not done after {seconds:g} s; it goes on"
+                )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return self._settled or self.settle(0.0)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
+
+    def result(self) -> Any:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Future:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = future = Future(self._key)
+        if self.is_completed():
+            self.complete()
+        else:
+            self._watch()
+        return future
+
+    def source_rank(self) -> int:
+        raise RuntimeError("only a recv has a source rank")
+
+    _source_rank = source_rank
+
+    # ---- how it ends
+
+    def _watch(self) -> None:
+        self._group.completer.watch(self)
+
+    def settle(self, seconds: float | None) -> bool:
+        """Waits, and finishes what has ended; False if something has not."""
+        end = None if seconds is None else time.monotonic() + seconds
+        for handle in self._handles:
+            if not handle.wait(-1.0 if end is None else max(0.0, end - time.monotonic())):
+                return False
+        with self._lock:
+            if not self._settled:
+                try:
+                    for handle in self._handles:
+                        handle.raise_error()
+                    if self._finish is not None:
+                        self._finish()
+                except Exception as error:
+                    self._error = error
+                self._handles, self._finish, self._keep = (), None, None
+                self._settled = True
+                self._group.release()
+        return True
+
+    def await_end(self) -> None:
+        self.settle(None)
+
+    def complete(self) -> None:
+        assert self._future is not None
+        if self._error is not None:
+            self._future.set_exception(failed_future(self._error))
+        else:
+            self._future.set_result(self._outputs)
+
+
+class TransferHandle:
+    """A send or recv under way."""
+
+    def __init__(self, core: _core.Communicator, posted: _core.PostedTransfer) -> None:
+        self._core = core
+        self.posted = posted
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._core.transfer_done(self.posted)
+
+    def wait(self, seconds: float) -> bool:
+        if seconds < 0:
+            self._await()
+            return True
+        end = time.monotonic() + seconds
+        pause = 2e-5
+        while not self.done():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause)
+            pause = min(1e-3, pause * 1.5)
+        self._await()
+        return True
+
+    def _await(self) -> None:
+        try:
+            self._core.wait([self.posted])
+        except Exception as error:
+            self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def peer(self) -> int:
+        return self._core.transfer_peer(self.posted)
+
+
+class TransferWork(PendingWork):
+    """A send or recv."""
+
+    _peer = -1
+
+    def settle(self, seconds: float | None) -> bool:
+        handles = self._handles
+        ended = super().settle(seconds)
+        if ended and handles and isinstance(handles[0], TransferHandle):
+            self._peer = handles[0].peer()
+        return ended
+
+    def source_rank(self) -> int:
+        """The rank that a message came from, or that one went to."""
+        self.wait()
+        return self._peer
+
+    _source_rank = source_rank
+
+    def _watch(self) -> None:
+        # Transfers end in any order, so each is waited for by a thread of its own.
+        def run() -> None:
+            self.await_end()
+            self.complete()
+
+        threading.Thread(target=run, name="collectives-transfer", daemon=True).start()
+
+
+class JoinedWork(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (w.exception() for w in self._works) if e is not None), None)
+
+    def result(self) -> Any:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda _: self.result()
+        )

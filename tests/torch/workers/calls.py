@@ -1,0 +1,449 @@
+"""Every call of torch.distributed on tensors whose results are known."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from common import check, run_all, same
+from torch.distributed import ReduceOp
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+COMPLEX = (torch.complex64, torch.complex128)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OTHER = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex32, torch.bool)
+COUNTS = (0, 1, 7, 1000, 100_003)
+
+
+def me() -> int:
+    return dist.get_rank()
+
+
+def n() -> int:
+    return dist.get_world_size()
+
+
+def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small integers that differ from rank to rank."""
+    return ((torch.arange(count) * (rank + 1)) % 5 + rank).to(dtype)
+
+
+def all_values(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [values(r, count, dtype) for r in range(n())]
+
+
+def total(count: int) -> torch.Tensor:
+    return torch.stack(all_values(count, torch.int64)).sum(0)
+
+
+def bits(x: torch.Tensor) -> bytes:
+    return bytes(x.contiguous().untyped_storage())
+
+
+@check
+def all_reduce_of_every_dtype() -> None:
+    for dtype, count in itertools.product((*FLOATS, *INTEGERS, *UNSIGNED, *COMPLEX), COUNTS):
+        x = values(me(), count, dtype)
+        dist.all_reduce(x)
+        same(x, total(count).to(dtype))
+    for dtype in FLOAT8:
+        x = torch.ones(9).to(dtype)
+        dist.all_reduce(x)
+        assert x.float().tolist() == [float(n())] * 9
+
+
+@check
+def all_reduce_with_every_op() -> None:
+    stacked = torch.stack(all_values(50, torch.int64))
+    wanted = {
+        ReduceOp.SUM: stacked.sum(0),
+        ReduceOp.PRODUCT: stacked.prod(0),
+        ReduceOp.MIN: stacked.amin(0),
+        ReduceOp.MAX: stacked.amax(0),
+        ReduceOp.AVG: stacked.sum(0) // n(),
+        ReduceOp.BAND: stacked[0],
+        ReduceOp.BOR: stacked[0],
+        ReduceOp.BXOR: stacked[0],
+    }
+    for row in stacked[1:]:
+        wanted[ReduceOp.BAND] = wanted[ReduceOp.BAND] & row
+        wanted[ReduceOp.BOR] = wanted[ReduceOp.BOR] | row
+        wanted[ReduceOp.BXOR] = wanted[ReduceOp.BXOR] ^ row
+    for (op, expected), async_op in itertools.product(wanted.items(), (False, True)):
+        x = values(me(), 50, torch.int64)
+        work = dist.all_reduce(x, op=op, async_op=async_op)
+        if async_op:
+            work.wait()
+        same(x, expected)
+    x = torch.full((5,), float(me()))
+    dist.all_reduce(x, op=ReduceOp.AVG)
+    assert torch.allclose(x, torch.full((5,), (n() - 1) / 2))
+    for factor in (0.5, torch.tensor(0.5)):
+        x = torch.full((5,), float(me() + 1))
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(factor))
+        same(x, torch.full((5,), n() * (n() + 1) / 4))
+    flags = torch.tensor([me() == 0, True, False])
+    for op, expected in (
+        (ReduceOp.SUM, [True, True, False]),
+        (ReduceOp.MAX, [True, True, False]),
+        (ReduceOp.BOR, [True, True, False]),
+        (ReduceOp.MIN, [False, True, False]),
+        (ReduceOp.PRODUCT, [False, True, False]),
+    ):
+        x = flags.clone()
+        dist.all_reduce(x, op=op)
+        same(x, expected)
+
+
+@check
+def ops_that_a_dtype_lacks_raise_before_anything_is_sent() -> None:
+    for dtype, op in (
+        (torch.float32, ReduceOp.BAND),
+        (torch.bool, ReduceOp.AVG),
+        (torch.int32, dist._make_nccl_premul_sum(2.0)),
+    ):
+        try:
+            dist.all_reduce(torch.ones(3).to(dtype), op=op)
+        except RuntimeError as error:
+            assert str(dtype).removeprefix("torch.")[:4] in str(error), error
+        else:
+            raise AssertionError(f"{op} on {dtype} should raise")
+
+
+@check
+def strides() -> None:
+    """Tensors that are not contiguous, on all ranks or on some."""
+    for transposed in ((True,) * n(), tuple(r % 2 == 0 for r in range(n()))):
+        for async_op in (False, True):
+            base = torch.arange(12.0).reshape(3, 4) * (me() + 1)
+            x = base.t().contiguous().t() if transposed[me()] else base
+            assert x.is_contiguous() != transposed[me()]
+            work = dist.all_reduce(x, async_op=async_op)
+            if async_op:
+                work.wait()
+            same(x, torch.arange(12.0).reshape(3, 4) * (n() * (n() + 1) // 2))
+    x = torch.zeros(10)
+    every_second = x[::2]
+    every_second.fill_(me())
+    dist.broadcast(every_second, src=1)
+    same(x, [1.0, 0.0] * 5)
+    gathered = torch.zeros(4, n())
+    dist.all_gather([*gathered.t()], torch.full((4,), float(me())))
+    same(gathered, torch.arange(float(n())).repeat(4, 1))
+    z = torch.tensor([1 + 2j]).conj()
+    assert z.is_conj()
+    dist.group.WORLD.allreduce([z]).wait()
+    same(z.resolve_conj(), torch.tensor([(1 - 2j) * n()]))
+
+
+@check
+def broadcast_and_reduce() -> None:
+    for dtype, root, count in itertools.product(
+        (*FLOATS, *INTEGERS, *COMPLEX, *FLOAT8, *OTHER), range(n()), (0, 1, 1001)
+    ):
+        x = values(me(), count).to(dtype)
+        dist.broadcast(x, src=root)
+        wanted = values(root, count).to(dtype)
+        assert bits(x) == bits(wanted), (dtype, root, count)
+    for root, count in itertools.product(range(n()), COUNTS):
+        x = values(me(), count)
+        dist.reduce(x, dst=root)
+        same(x, total(count) if me() == root else values(me(), count))
+
+
+@check
+def gathers() -> None:
+    for dtype, count in itertools.product((torch.float32, torch.bfloat16, torch.bool), COUNTS):
+        mine = values(me(), count).to(dtype)
+        wanted = [values(r, count).to(dtype) for r in range(n())]
+        out = [torch.empty_like(mine) for _ in range(n())]
+        dist.all_gather(out, mine)
+        for got, expected in zip(out, wanted, strict=True):
+            same(got, expected)
+        flat = torch.empty(n() * count, dtype=dtype)
+        dist.all_gather_into_tensor(flat, mine)
+        same(flat, torch.cat(wanted))
+        rows = torch.empty(n(), count, dtype=dtype)
+        dist.all_gather_into_tensor(rows, mine)
+        same(rows, torch.stack(wanted))
+        got = [torch.empty_like(mine) for _ in range(n())] if me() == 1 else None
+        dist.gather(mine, got, dst=1)
+        for a, b in zip(got or [], wanted, strict=False):
+            same(a, b)
+        taken = torch.empty_like(mine)
+        dist.scatter(taken, wanted if me() == 1 else None, src=1)
+        same(taken, mine)
+    uneven = [torch.empty(r + 1, 2) for r in range(n())]
+    dist.all_gather(uneven, torch.full((me() + 1, 2), float(me())))
+    for r, got in enumerate(uneven):
+        same(got, torch.full((r + 1, 2), float(r)))
+    lists = [[torch.empty(2), torch.empty(3)] for _ in range(n())]
+    dist.all_gather_coalesced(lists, [torch.full((2,), float(me())), torch.full((3,), -1.0)])
+    for r, (a, b) in enumerate(lists):
+        same(a, torch.full((2,), float(r)))
+        same(b, torch.full((3,), -1.0))
+
+
+@check
+def reduce_scatters() -> None:
+    for dtype, count in itertools.product((torch.float32, torch.int64, torch.bfloat16), COUNTS):
+        blocks = [values(me() + d, count).to(dtype) for d in range(n())]
+        wanted = torch.stack([values(r + me(), count).to(dtype) for r in range(n())]).sum(0)
+        out = torch.empty(count, dtype=dtype)
+        dist.reduce_scatter(out, blocks)
+        same(out, wanted)
+        out = torch.empty(count, dtype=dtype)
+        dist.reduce_scatter_tensor(out, torch.cat(blocks))
+        same(out, wanted)
+    out = torch.empty(me() + 1)
+    dist.reduce_scatter(out, [torch.full((d + 1,), float(d)) for d in range(n())])
+    same(out, torch.full((me() + 1,), float(me() * n())))
+    out = torch.empty(3)
+    dist.reduce_scatter_tensor(out, torch.full((3 * n(),), me() + 1.0), op=ReduceOp.AVG)
+    assert torch.allclose(out, torch.full((3,), (n() + 1) / 2))
+
+
+@check
+def all_to_alls() -> None:
+    for count in (0, 1, 5, 40_000):
+        mine = torch.cat([torch.full((count,), 10.0 * me() + d) for d in range(n())])
+        out = torch.empty_like(mine)
+        dist.all_to_all_single(out, mine)
+        same(out, torch.cat([torch.full((count,), 10.0 * s + me()) for s in range(n())]))
+    sends = [(me() + d) % 3 for d in range(n())]
+    receives = [(s + me()) % 3 for s in range(n())]
+    mine = torch.cat([torch.full((k, 2), 10.0 * me() + d) for d, k in enumerate(sends)])
+    out = torch.empty(sum(receives), 2)
+    dist.all_to_all_single(out, mine, receives, sends)
+    same(out, torch.cat([torch.full((k, 2), 10.0 * s + me()) for s, k in enumerate(receives)]))
+    outs = [torch.empty(k) for k in receives]
+    dist.all_to_all(outs, [torch.full((k,), 10.0 * me() + d) for d, k in enumerate(sends)])
+    for s, got in enumerate(outs):
+        same(got, torch.full((receives[s],), 10.0 * s + me()))
+    z = torch.arange(n()) * (1 + 1j) * me()
+    out = torch.empty_like(z)
+    dist.all_to_all_single(out, z)
+    same(out, torch.arange(n()) * (1 + 1j) * me())
+
+
+@check
+def sends_and_receives() -> None:
+    right, left = (me() + 1) % n(), (me() - 1) % n()
+    for count in (0, 1, 300_000):
+        x, y = torch.full((count,), float(me())), torch.empty(count)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
+        )
+        for work in works:
+            work.wait()
+        same(y, torch.full((count,), float(left)))
+    # Tags, in the other order than they were sent in.
+    first, second = torch.empty(3), torch.empty(3)
+    sent = [dist.isend(torch.full((3,), 1.0 * t), right, tag=t) for t in (5, 6)]
+    dist.recv(second, left, tag=6)
+    dist.recv(first, left, tag=5)
+    for work in sent:
+        work.wait()
+    same(first, [5.0] * 3)
+    same(second, [6.0] * 3)
+    # Strided on both sides.
+    grid = torch.zeros(4, 4)
+    work = dist.isend((torch.arange(16.0).reshape(4, 4) + me()).t(), right)
+    dist.recv(grid.t(), left)
+    work.wait()
+    same(grid, torch.arange(16.0).reshape(4, 4) + left)
+    # From any rank, each once.
+    if me() == 0:
+        came = []
+        for _ in range(2 * (n() - 1)):
+            x = torch.empty(100_000)
+            source = dist.recv(x, tag=9)
+            same(x, torch.full((100_000,), float(source)))
+            came.append(source)
+        assert sorted(came) == sorted([*range(1, n())] * 2), came
+    else:
+        for _ in range(2):
+            dist.send(torch.full((100_000,), float(me())), 0, tag=9)
+    # A transfer that is under way goes on while all ranks are in a collective.
+    x, y = torch.full((1 << 20,), float(me())), torch.empty(1 << 20)
+    send, receive = dist.isend(x, right), dist.irecv(y, left)
+    if me() == 0:
+        receive.wait()
+    reduced = dist.all_reduce(torch.ones(1), async_op=True)
+    if me() != 0:
+        receive.wait()
+    reduced.wait()
+    send.wait()
+    same(y[:2], [float(left)] * 2)
+    assert receive.get_future().wait()[0] is y or torch.equal(receive.get_future().value()[0], y)
+
+
+@check
+def works() -> None:
+    x = torch.ones(1000)
+    work = dist.all_reduce(x, async_op=True)
+    assert work.wait(timedelta(seconds=30)) is True
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    same(work.result()[0], torch.full((1000,), float(n())))
+    future = work.get_future()
+    assert isinstance(future.value(), list) and future.value()[0].shape == (1000,)
+    assert work.get_future() is future
+    assert future.then(lambda f: f.value()[0][0].item() * 2).wait() == 2 * n()
+    lists = dist.all_gather([torch.empty(1) for _ in range(n())], torch.ones(1), async_op=True)
+    assert len(lists.get_future().wait()[0]) == n()
+    late = dist.barrier(async_op=True)
+    late.wait()
+    try:
+        failing = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda f: 1 / 0)
+        failing.wait()
+    except Exception as error:
+        assert "ZeroDivisionError" in repr(error), error
+    else:
+        raise AssertionError("the callback's error is lost")
+
+
+@check
+def works_that_nobody_holds() -> None:
+    """Memory lives until a call has ended, also if the work and the tensor are dropped."""
+    for _ in range(30):
+        dist.all_reduce(torch.ones(50_000), async_op=True)
+        dist.isend(torch.ones(50_000), (me() + 1) % n())
+    for _ in range(30):
+        x = torch.empty(50_000)
+        dist.recv(x, (me() - 1) % n())
+        same(x[::10_000], torch.ones(5))
+
+
+@check
+def coalesced() -> None:
+    with dist._coalescing_manager() as manager:
+        tensors = [torch.full((k,), me() + 1.0) for k in (1, 5, 1000)]
+        for x in tensors:
+            dist.all_reduce(x)
+    for x in tensors:
+        same(x, torch.full(x.shape, n() * (n() + 1) / 2))
+    with dist._coalescing_manager(async_ops=True) as manager:
+        outs = [torch.empty(k * n()) for k in (1, 5)]
+        for k, out in zip((1, 5), outs, strict=True):
+            dist.all_gather_into_tensor(out, torch.full((k,), float(me())))
+    manager.wait()
+    for k, out in zip((1, 5), outs, strict=True):
+        same(out, torch.arange(float(n())).repeat_interleave(k))
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        y = torch.full((3,), float(me()))
+        dist.broadcast(y, src=0)
+    manager.wait()
+    same(y, torch.zeros(3))
+
+
+@check
+def objects() -> None:
+    everything = [None] * n()
+    dist.all_gather_object(everything, {"rank": me(), "text": "x" * me()})
+    assert [o["rank"] for o in everything] == list(range(n()))
+    box = [{"from": me()}]
+    dist.broadcast_object_list(box, src=1)
+    assert box == [{"from": 1}]
+    got = [None] * n() if me() == 0 else None
+    dist.gather_object(me() ** 2, got, dst=0)
+    assert got is None or got == [r * r for r in range(n())]
+    mine = [None]
+    dist.scatter_object_list(mine, [f"for {r}" for r in range(n())] if me() == 0 else None, src=0)
+    assert mine == [f"for {me()}"]
+    if me() == 0:
+        dist.send_object_list(["hello", 3], dst=1)
+    elif me() == 1:
+        words = [None, None]
+        dist.recv_object_list(words, src=0)
+        assert words == ["hello", 3]
+
+
+@check
+def sparse() -> None:
+    for count in (0, 3):
+        index = torch.arange(count if me() else count + 1).unsqueeze(0) * (me() + 1) % 7
+        x = torch.sparse_coo_tensor(index, torch.ones(index.shape[1]), (7,))
+        wanted = torch.zeros(7)
+        for r in range(n()):
+            for i in range(count if r else count + 1):
+                wanted[i * (r + 1) % 7] += 1
+        dist.all_reduce(x)
+        same(x.to_dense(), wanted)
+
+
+@check
+def groups() -> None:
+    pair = dist.new_group([0, n() - 1], group_desc="ends")
+    if me() in (0, n() - 1):
+        assert pair.group_desc == "ends" and pair.size() == 2
+        x = torch.ones(3)
+        dist.all_reduce(x, group=pair)
+        same(x, [2.0] * 3)
+        dist.broadcast(x.fill_(me()), src=n() - 1, group=pair)
+        same(x, [float(n() - 1)] * 3)
+    alone = dist.new_group([me()], use_local_synchronization=True)
+    dist.all_reduce(x := torch.ones(2), group=alone)
+    same(x, [1.0, 1.0])
+    same_again = dist.new_group([0, n() - 1])
+    if me() in (0, n() - 1):
+        dist.barrier(group=same_again)
+        dist.destroy_process_group(same_again)
+    native = dist.new_group(backend="gloo")
+    dist.all_reduce(x := torch.ones(2), group=native)
+    same(x, [float(n())] * 2)
+    world = dist.group.WORLD
+    assert dist.get_backend() == "collectives" and world.name() == "collectives"
+    assert world.group_desc == "default_pg" and repr(world).startswith("<CollectivesGroup")
+    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=50))
+    assert dist.is_initialized() and dist.get_process_group_ranks(world) == list(range(n()))
+
+
+@check
+def monitored_barriers() -> None:
+    dist.monitored_barrier()
+    if me() == 1:
+        return
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=True)
+    except RuntimeError as error:
+        assert "rank 1 did not come within 0.5 s" in str(error), error
+    else:
+        raise AssertionError("a rank is missing, and the barrier did not say so")
+
+
+@check
+def functional_and_dtensor() -> None:
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    world = dist.group.WORLD
+    same(functional.all_reduce(torch.ones(3), "sum", world) + 0, [float(n())] * 3)
+    same(functional.all_reduce(torch.ones(3), "avg", world) + 0, [1.0] * 3)
+    same(functional.broadcast(torch.full((2,), float(me())), 1, world) + 0, [1.0, 1.0])
+    gathered = functional.all_gather_tensor(torch.full((2,), float(me())), 0, world)
+    same(gathered + 0, torch.arange(float(n())).repeat_interleave(2))
+    scattered = functional.reduce_scatter_tensor(torch.ones(2 * n()), "sum", 0, world)
+    same(scattered + 0, [float(n())] * 2)
+    exchanged = functional.all_to_all_single(torch.arange(float(n())), None, None, world)
+    same(exchanged + 0, [float(me())] * n())
+    pair = functional.all_reduce_coalesced([torch.ones(3), torch.ones(1)], "sum", world)
+    same(pair[1] + 0, [float(n())])
+    mesh = dist.init_device_mesh("cpu", (n(),))
+    full = torch.arange(4.0 * n()).reshape(2 * n(), 2)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
+    same(sharded.full_tensor(), full)
+    ones = distribute_tensor(torch.ones(2, 1), mesh, [Replicate()])
+    product = (sharded @ ones).redistribute(mesh, [Replicate()])
+    same(product.to_local(), full.sum(1, keepdim=True))
+    partial = DTensor.from_local(torch.ones(2), mesh, [dist.tensor.Partial()])
+    same(partial.full_tensor(), [float(n())] * 2)
+    across = DTensor.from_local(torch.full((n(), 1), float(me())), mesh, [Shard(1)])
+    same(across.redistribute(mesh, [Shard(0)]).to_local(), torch.arange(float(n())).unsqueeze(0))
+
+
+if __name__ == "__main__":
+    run_all()
