@@ -75,6 +75,10 @@ class QueuedWork(Work):
     def done(self) -> bool:
         return bool(self._core.done())
 
+    def span(self) -> tuple[float, float]:
+        """When the call began and ended, in seconds of time.monotonic(); 0 where it has not."""
+        return self._core.span()
+
     def _wait(self, timeout: float | None) -> bool:
         return bool(self._core.wait(-1.0 if timeout is None else timeout))
 

@@ -44,6 +44,10 @@ class Busy {
   std::atomic<bool>& flag_;
 };
 
+double steady_seconds() {
+  return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
 std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
   std::uint64_t h = 0x9e3779b97f4a7c15ULL;
   for (const std::uint64_t v : values) h = (h ^ v) * 0xff51afd7ed558ccdULL + (h >> 29);
@@ -77,9 +81,20 @@ std::exception_ptr Work::error() const {
   return error_;
 }
 
+std::pair<double, double> Work::span() const {
+  std::lock_guard lock(mutex_);
+  return {began_, ended_};
+}
+
+void Work::begin() {
+  std::lock_guard lock(mutex_);
+  began_ = steady_seconds();
+}
+
 void Work::finish(std::exception_ptr error) {
   std::lock_guard lock(mutex_);
   done_ = true;
+  ended_ = steady_seconds();
   error_ = std::move(error);
   changed_.notify_all();
 }
@@ -496,6 +511,7 @@ void Communicator::worker() {
       queue_.pop_front();
       lock.unlock();
       std::exception_ptr error;
+      job.work->begin();
       try {
         Busy busy(busy_);
         execute(job.call, job.options);
