@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .work import QueuedWork
+from .work import QueuedWork, ThenWork
 
 if TYPE_CHECKING:
     from .bucketing import Bucket
@@ -68,7 +68,7 @@ class Trace:
         step = self.statistics.steps
         for bucket in buckets:
             times, work = bucket.times, bucket.work
-            if isinstance(work, QueuedWork):
+            if isinstance(work, (QueuedWork, ThenWork)):
                 times.began, times.finished = work.span()
             else:  # a stream orders it: the host knows when it launched, and when it waited
                 times.began, times.finished = times.launched, ended

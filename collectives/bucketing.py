@@ -187,7 +187,7 @@ class Bucketer:
                 "rebuild": self._rebuild,
                 "transient": transient,
                 "layout": self.layout,
-                "parameters": names,
+                "order of parameters": names,
             },
         )
         self.rebuilt = False  # True once buckets were filled anew
@@ -268,11 +268,12 @@ class Bucketer:
             self._sync = True
             self._running = False
 
-    def finish(self, timeout: float | None = None) -> frozenset[str]:
+    def finish(self, timeout: float | None = None, *, absent: bool = False) -> frozenset[str]:
         """Ends the pass: waits until all buckets are reduced. Returns the names of the parameters
         that have a gradient on no rank (with `find_unused`), whose views are as they were.
 
         timeout  seconds for each bucket
+        absent   this rank has no data, so what is missing counts as zero
 
         Raises CollectiveError that names the parameters that are not ready.
         """
@@ -282,7 +283,7 @@ class Bucketer:
             self._running = False
             return frozenset()
         called = time.monotonic()
-        kept = self._fill_missing()
+        kept = self._fill_missing(absent)
         if self._next < len(self.buckets):
             waiting = [b.index for b in self.buckets if b.missing]
             raise AssertionError(f"buckets {waiting} are not full")  # _fill_missing sees to it
@@ -296,16 +297,24 @@ class Bucketer:
             self._part(bucket, slot)[...] = kept[name]
         self._running = False
         self._touched.clear()
-        if self._static_graph and self._usual is None:
+        if self._static_graph and self._usual is None and not absent:
             self._usual = frozenset(self._seen)
         if self._rebuild:
             self._rebuild = False
             self._fill_anew()
         return nowhere
 
-    def freeze(self) -> None:
-        """Buckets stay as they are: there will be no rebuild."""
+    def buckets_for(self, layout: Sequence[str]) -> list[Bucket]:
+        """Buckets without memory, as they would be if they were filled in order `layout`."""
+        return make_buckets(self.specs, layout, *self._sizes)
+
+    def fill_as(self, layout: Sequence[str]) -> None:
+        """Fills buckets in order `layout` from now on; there will be no rebuild. Collective, with
+        one layout on all ranks, between passes.
+        """
         self._rebuild = False
+        if list(layout) != self.layout:
+            self._make(layout)
 
     @property
     def will_rebuild(self) -> bool:
@@ -486,11 +495,11 @@ class Bucketer:
         with nvtx_range(bucket.device, f"bucket {bucket.index}"):
             bucket.work = self._reduce(bucket)
 
-    def _fill_missing(self) -> dict[str, Any]:
+    def _fill_missing(self, absent: bool) -> dict[str, Any]:
         """Makes the gradients that are missing zero; returns what was in their place."""
         usual = self._usual
         missing = [n for n in self._slots if n not in self._seen]
-        if usual is not None:
+        if usual is not None and not absent:
             lost = sorted(usual - self._seen.keys())
             if lost:
                 self._fail(
@@ -498,8 +507,10 @@ class Bucketer:
                     "had one in the first step"
                 )
             return {}
+        if usual is not None:
+            missing = [n for n in missing if n in usual]
         lost = [n for n in missing if n not in self._touched]
-        if lost and not self._find_unused:
+        if lost and not (self._find_unused or absent):
             self._fail(
                 f"rank {self.comm.rank} has no gradient of {_listed(lost)}: not ready at the end "
                 "of the pass; pass find_unused=True if parameters may go unused"
@@ -563,6 +574,7 @@ def _listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+@np.errstate(over="ignore", invalid="ignore")  # float16 overflows: the caller looks at the result
 def put(target: Any, source: Any, scale: float, *, add: bool) -> None:
     """target = source * scale, or target += source * scale, for arrays of numpy or cupy. What is
     smaller than float32 is computed in float32 and rounded once.

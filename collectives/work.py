@@ -88,6 +88,31 @@ class QueuedWork(Work):
         return self._result()
 
 
+class ThenWork(Work):
+    """A queued collective, and what the caller does once when it is over."""
+
+    def __init__(self, work: QueuedWork, then: Callable[[], None]) -> None:
+        self._work = work
+        self._then: Callable[[], None] | None = then
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def span(self) -> tuple[float, float]:
+        """When the collective began and ended, as `QueuedWork.span` says."""
+        return self._work.span()
+
+    def _wait(self, timeout: float | None) -> bool:
+        return self._work._wait(timeout)
+
+    def _finish(self) -> Any:
+        result = self._work._finish()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return result
+
+
 class TransferWork(Work):
     """Sends and receives that are under way."""
 
