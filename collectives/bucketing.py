@@ -190,6 +190,7 @@ class Bucketer:
                 "order of parameters": names,
             },
         )
+        self.siblings: list[Communicator] = []  # that are aborted along with comm
         self.rebuilt = False  # True once buckets were filled anew
         self._pool: dict[tuple[str, str], list[Any]] = {}
         self._sync = True
@@ -386,9 +387,13 @@ class Bucketer:
         work: Work = self.comm.all_reduce(bucket.buffer, self._op, order=self._order, async_op=True)
         return work
 
+    def _abort(self, message: str) -> None:
+        """Tells the other ranks, which wait for this one."""
+        for comm in (self.comm, *self.siblings):
+            comm.abort(message)
+
     def _fail(self, message: str) -> None:
-        """Tells the other ranks, which wait for this one, and raises."""
-        self.comm.abort(message)
+        self._abort(message)
         raise CollectiveError(message, rank=self.comm.rank)
 
     # ---- a pass ----------------------------------------------------------------------------------
@@ -417,20 +422,20 @@ class Bucketer:
             array = native(grad, f"gradient of {name!r}")
             dtype = dtype_name(array.dtype)
         except ArrayError as error:
-            self.comm.abort(str(error))
+            self._abort(str(error))
             raise
         here = f"rank {self.comm.rank}: the gradient of {name!r} has"
         if tuple(array.shape) != slot.shape:
             message = f"{here} shape {tuple(array.shape)}, the parameter {slot.shape}"
-            self.comm.abort(message)
+            self._abort(message)
             raise ArrayError(message, rank=self.comm.rank)
         if dtype not in (spec.dtype, spec.carried):
             message = f"{here} dtype {dtype}; expected is {spec.dtype}"
-            self.comm.abort(message)
+            self._abort(message)
             raise ArrayTypeError(message, rank=self.comm.rank)
         if device_name(array) != spec.device:
             message = f"{here} its memory on {device_name(array)}, the parameter on {spec.device}"
-            self.comm.abort(message)
+            self._abort(message)
             raise ArrayError(message, rank=self.comm.rank)
         fresh = name not in self._touched
         if self._transient and not (fresh and self._open(bucket)):

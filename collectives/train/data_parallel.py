@@ -136,7 +136,9 @@ class Trainer:
         # For dropout and the like: another stream on each rank, kept in checkpoints.
         self.random = np.random.default_rng([seed, comm.rank])
         self._dtype = compute_dtype(precision)
-        self.loss_scale = loss_scale or (LossScale() if self._dtype == "float16" else None)
+        self.loss_scale = None
+        if self._dtype == "float16":
+            self.loss_scale = dataclasses.replace(loss_scale or LossScale())
         self._count = count or samples
         self._log = Log(metrics, comm.rank)
         self._model = _model(model, params, loss, frozen)
@@ -194,7 +196,11 @@ class Trainer:
         self._gatherer: Gatherer | None = None
         if sharding == 3:
             assert group is not None
-            self._gatherer = Gatherer(group.duplicate(), self.store, self._model)
+            gathers = group.duplicate()
+            self._gatherer = Gatherer(gathers, self.store, self._model)
+            self.bucketer.siblings.append(gathers)
+        if group is not None and group is not comm:
+            self.bucketer.siblings.append(group)
         self._stepper = Stepper(self.store, self._optimizers, self._number)
         self._build(values)
         # Whole parameters are kept as long as buckets may still be filled anew, and no longer.

@@ -56,15 +56,15 @@ class Gatherer:
         """All parameters of a bucket, gathered by now."""
         if self._everything:
             return self._store.shards[index].full
+        self._evict(index)  # always: what stays must not depend on what was fetched ahead
         if index not in self._resident:
-            self._evict(index)
             self._launch(index)
         self._resident.move_to_end(index)
         work = self._works.pop(index, None)
         if work is not None:
             work.wait()
         ahead = self._expected()
-        if ahead is not None and ahead not in self._resident:
+        if ahead is not None and ahead not in self._resident and not self._works:
             self._evict(index)
             self._launch(ahead)
             self._resident.move_to_end(index)
