@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from . import _core
 from .array import check_overlap, is_immutable
 from .calls import Calls
 from .device import view
@@ -192,7 +193,7 @@ class Reductions(Calls):
         async_op: bool = False,
     ) -> Any:
         """`reduce_scatter` with blocks of `counts[r]` elements of the flat x for rank r; equal
-        `counts` on all ranks.
+        `counts` on all ranks. `out` may be this rank's own block of x.
         """
         lengths = self._counts(counts)
         source, target, buffer, result = self._in_out(
@@ -200,7 +201,9 @@ class Reductions(Calls):
         )
         self._expect("reduce_scatter_v", "x", source.count, sum(lengths))
         self._expect("reduce_scatter_v", "out", target.count, lengths[self.rank])
-        check_overlap(source, target, "reduce_scatter_v")
+        own = source.pointer + sum(lengths[: self.rank]) * _core.itemsizes[source.dtype]
+        if target.pointer != own:
+            check_overlap(source, target, "reduce_scatter_v")
         return self._run(
             "reduce_scatter",
             source,

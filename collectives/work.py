@@ -75,6 +75,10 @@ class QueuedWork(Work):
     def done(self) -> bool:
         return bool(self._core.done())
 
+    def span(self) -> tuple[float, float]:
+        """When the call began and ended, in seconds of time.monotonic(); 0 where it has not."""
+        return self._core.span()
+
     def _wait(self, timeout: float | None) -> bool:
         return bool(self._core.wait(-1.0 if timeout is None else timeout))
 
@@ -82,6 +86,31 @@ class QueuedWork(Work):
         self._core.raise_error()
         self._keep = None
         return self._result()
+
+
+class ThenWork(Work):
+    """A queued collective, and what the caller does once when it is over."""
+
+    def __init__(self, work: QueuedWork, then: Callable[[], None]) -> None:
+        self._work = work
+        self._then: Callable[[], None] | None = then
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def span(self) -> tuple[float, float]:
+        """When the collective began and ended, as `QueuedWork.span` says."""
+        return self._work.span()
+
+    def _wait(self, timeout: float | None) -> bool:
+        return self._work._wait(timeout)
+
+    def _finish(self) -> Any:
+        result = self._work._finish()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return result
 
 
 class TransferWork(Work):

@@ -376,6 +376,7 @@ PYBIND11_MODULE(_core, m) {
             }
           },
           py::arg("seconds"))
+      .def("span", &Work::span)
       .def("raise_error", [](Work& work) {
         if (const auto error = work.error()) std::rethrow_exception(error);
       });

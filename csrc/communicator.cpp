@@ -47,6 +47,10 @@ class Busy {
   std::atomic<bool>& flag_;
 };
 
+double steady_seconds() {
+  return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
 // True if two numberings part the ranks alike.
 bool parted_alike(const std::vector<int>& one, const std::vector<int>& other) {
   if (one.size() != other.size()) return false;
@@ -91,9 +95,20 @@ std::exception_ptr Work::error() const {
   return error_;
 }
 
+std::pair<double, double> Work::span() const {
+  std::lock_guard lock(mutex_);
+  return {began_, ended_};
+}
+
+void Work::begin() {
+  std::lock_guard lock(mutex_);
+  began_ = steady_seconds();
+}
+
 void Work::finish(std::exception_ptr error) {
   std::lock_guard lock(mutex_);
   done_ = true;
+  ended_ = steady_seconds();
   error_ = std::move(error);
   changed_.notify_all();
 }
@@ -509,6 +524,7 @@ void Communicator::worker() {
     queue_.pop_front();
     lock.unlock();
     std::exception_ptr error;
+    job.work->begin();
     try {
       // Behind a call that failed the ranks are out of step: what is queued must not run.
       if (broken_)

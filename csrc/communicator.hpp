@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "assembly.hpp"
@@ -52,13 +53,18 @@ class Work {
   // Waits; false if it is not done after `seconds` (negative: no limit).
   bool wait(double seconds);
   std::exception_ptr error() const;
+  // When the operation began and ended, in seconds of the steady clock; 0 where it has not.
+  std::pair<double, double> span() const;
 
  private:
   friend class Communicator;
+  void begin();
   void finish(std::exception_ptr error);
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool done_ = false;
+  double began_ = 0;
+  double ended_ = 0;
   std::exception_ptr error_;
 };
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from .dtypes import ITEM_SIZES, dtype_name, numpy_dtype
 from .memory import from_pointer
+from .namespace import device_name, empty, namespace, native
 from .recognising import KINDS, recognise
 from .views import View, check_overlap, overlap
 
@@ -86,10 +87,14 @@ __all__ = [
     "ITEM_SIZES",
     "View",
     "check_overlap",
+    "device_name",
     "dtype_name",
+    "empty",
     "finish",
     "from_pointer",
     "is_immutable",
+    "namespace",
+    "native",
     "new_like",
     "numpy_dtype",
     "overlap",

@@ -1,0 +1,50 @@
+"""Ranks compare what they are about to do, before they do it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import MismatchError
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+_SHOWN = 5  # differences that a message lists
+
+
+def exchange(comm: Communicator, value: Any) -> list[Any]:
+    """What all ranks give, in rank order. Collective; `value` is anything that JSON holds."""
+    comm._check_open()
+    answers = comm._bootstrap.all_gather(json.dumps(value).encode())
+    return [json.loads(answer) for answer in answers]
+
+
+def agree(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:
+    """Raises MismatchError on all ranks, which names keys, values and ranks, unless all ranks give
+    the same. Collective.
+
+    what  what a key is, e.g. "parameter"
+    mine  values that JSON holds
+    """
+    answers = exchange(comm, dict(mine))
+    keys = dict.fromkeys(key for answer in answers for key in answer)
+    differences = []
+    for key in keys:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            text = json.dumps(answer[key]) if key in answer else "missing"
+            ranks_of.setdefault(text, []).append(rank)
+        if len(ranks_of) > 1:
+            sides = "; ".join(
+                f"{text} on rank{'s'[: len(ranks) - 1]} {', '.join(map(str, ranks))}"
+                for text, ranks in ranks_of.items()
+            )
+            differences.append(f"{what} {key!r} is {sides}")
+    if differences:
+        more = len(differences) - _SHOWN
+        tail = f"\nand {more} more" if more > 0 else ""
+        raise MismatchError(
+            "the ranks differ: " + "\n".join(differences[:_SHOWN]) + tail, rank=comm.rank
+        )

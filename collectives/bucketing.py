@@ -1,0 +1,599 @@
+"""Gradient buckets: gradients are reduced in the background while backward goes on.
+
+    bucketer = Bucketer(comm, parameters)            # a mapping of names to arrays
+    for batch in batches:
+        ...                                          # backward, from the last layer to the first
+        bucketer.ready("w2", grad_w2)                # a full bucket is launched at once
+        bucketer.ready("w1", grad_w1)
+        bucketer.finish()                            # waits for what is not hidden
+        update(w1, bucketer.view("w1"))              # the sum over all ranks
+
+Gradients come in about the reverse order of the parameters, so buckets are filled in that order.
+The first bucket is small, so that communication begins early. Whatever order they become ready in,
+all ranks launch their buckets in the same order: by number. The idea and the usual sizes are those
+of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020),
+https://doi.org/10.14778/3415478.3415530, section 3.2.
+
+Cost: every gradient is copied once into its bucket, unless it was written there (`view`). Memory:
+one copy of all gradients in symmetric buffers, or `pool` buckets with `transient`.
+
+To join many small arrays without a model, use `comm.group()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .agreement import agree
+from .array import device_name, dtype_name, empty, namespace, native
+from .array.dtypes import ITEM_SIZES
+from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range
+from .errors import ArrayError, ArrayTypeError, CollectiveError, UnsupportedError, did_you_mean
+from .work import Work
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+_POOL = 3  # transient buckets: one being filled, one on the wire, one in between
+
+
+class Spec(NamedTuple):
+    """A parameter, as buckets see it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # of its gradient
+    device: str
+    carried: str  # dtype in the bucket, in which gradients are added and reduced
+
+
+class Slot(NamedTuple):
+    """Where a parameter's gradient lies in its bucket."""
+
+    name: str
+    start: int  # in elements
+    length: int
+    shape: tuple[int, ...]
+
+
+class Bucket:
+    """Gradients that are reduced together."""
+
+    def __init__(self, index: int, dtype: str, device: str, slots: Sequence[Slot]) -> None:
+        self.index = index
+        self.dtype = dtype
+        self.device = device
+        self.slots = tuple(slots)
+        self.count = sum(slot.length for slot in slots)
+        self.nbytes = self.count * ITEM_SIZES[dtype]
+        self.buffer: Any = None  # 1-d; None while a transient bucket has none
+        self.missing = len(slots)
+        self.work: Work | None = None
+        self.times = BucketTimes()
+
+
+def make_buckets(
+    specs: Mapping[str, Spec], order: Sequence[str], first_bytes: int, bucket_bytes: int
+) -> list[Bucket]:
+    """Fills buckets in `order`: one stream of them for each dtype and device, numbered by the
+    place of their last parameter. A parameter that is larger than a bucket has one of its own.
+    """
+    filling: dict[tuple[str, str], list[str]] = {}
+    closed: list[tuple[int, tuple[str, str], list[str]]] = []
+    started: set[tuple[str, str]] = set()
+    for place, name in enumerate(order):
+        spec = specs[name]
+        key = (spec.carried, spec.device)
+        names = filling.setdefault(key, [])
+        size = ITEM_SIZES[spec.carried]
+        held = sum(math.prod(specs[n].shape) for n in names) * size
+        limit = bucket_bytes if key in started else min(first_bytes, bucket_bytes)
+        if names and held + math.prod(spec.shape) * size > limit:
+            closed.append((place - 1, key, names))
+            started.add(key)
+            names = filling[key] = []
+        names.append(name)
+    places = {name: place for place, name in enumerate(order)}
+    closed += [(places[names[-1]], key, names) for key, names in filling.items()]
+    buckets = []
+    for index, (_, (dtype, device), names) in enumerate(sorted(closed, key=lambda c: c[0])):
+        slots, at = [], 0
+        for name in names:
+            count = math.prod(specs[name].shape)
+            slots.append(Slot(name, at, count, specs[name].shape))
+            at += count
+        buckets.append(Bucket(index, dtype, device, slots))
+    return buckets
+
+
+class Bucketer:
+    """Reduces the gradients of a model in buckets, beside backward. Making one is collective.
+
+    comm                the communicator; the bucketer calls it in the background between the first
+                        `ready` and the end of `finish`, so nothing else may then
+    parameters          mapping of names to arrays (or Spec); their order counts
+    bucket_bytes, first_bucket_bytes
+                        sizes of buckets; a single parameter may be larger
+    dtype               in which gradients are added and reduced; that of each gradient if None
+    op, order           as in `Communicator.all_reduce`
+    find_unused         gradients may be missing: they count as zero, one more small all_reduce
+                        finds those missing on every rank, and these are left as they are
+    static_graph        the same gradients are missing in every step, so they are found once
+    rebuild             after the first step, fill buckets in the order in which gradients became
+                        ready on rank 0
+    layout              names in the order in which buckets are filled, instead of the reverse
+    transient           buckets have memory only while they are filled and reduced
+    reduce              launches the reduction of a bucket and returns its Work, in place of an
+                        all_reduce
+    trace               keep the times of all steps, not only of the last
+
+    Raises MismatchError, which names parameters and ranks, if the ranks differ in any of this.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Mapping[str, Any],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        dtype: Any = None,
+        op: str = "sum",
+        order: str | None = None,
+        find_unused: bool = False,
+        static_graph: bool = False,
+        rebuild: bool = True,
+        layout: Sequence[str] | None = None,
+        transient: bool = False,
+        reduce: Callable[[Bucket], Work] | None = None,
+        trace: bool = False,
+    ) -> None:
+        if bucket_bytes < 1 or first_bucket_bytes < 1:
+            raise ValueError("bucket_bytes and first_bucket_bytes must be at least 1")
+        self.comm = comm
+        self._sizes = (first_bucket_bytes, bucket_bytes)
+        self.specs = {name: _spec(name, x, dtype) for name, x in parameters.items()}
+        names = list(self.specs)
+        self.layout = list(reversed(names)) if layout is None else list(layout)
+        if sorted(self.layout) != sorted(names):
+            raise ValueError("layout must name every parameter once")
+        self._op, self._order = op, order
+        self._find_unused = find_unused or static_graph
+        self._static_graph = static_graph
+        self._transient = transient
+        self._rebuild = rebuild and not transient
+        self._reduce = reduce or self._all_reduce
+        agree(comm, "parameter", {n: [list(s.shape), s.dtype] for n, s in self.specs.items()})
+        agree(
+            comm,
+            "setting",
+            {
+                "bucket_bytes": bucket_bytes,
+                "first_bucket_bytes": first_bucket_bytes,
+                "dtype": sorted({s.carried for s in self.specs.values()}),
+                "op": op,
+                "order": order,
+                "find_unused": self._find_unused,
+                "static_graph": static_graph,
+                "rebuild": self._rebuild,
+                "transient": transient,
+                "layout": self.layout,
+                "order of parameters": names,
+            },
+        )
+        self.siblings: list[Communicator] = []  # that are aborted along with comm
+        self.rebuilt = False  # True once buckets were filled anew
+        self._pool: dict[tuple[str, str], list[Any]] = {}
+        self._sync = True
+        self._running = False  # between the first ready and the end of finish
+        self._seen: dict[str, None] = {}  # ready in this pass, in order
+        self._held: dict[str, Any] = {}  # gradients that wait for memory of a transient bucket
+        self._touched: set[str] = set()  # have a gradient since the last reduction
+        self._usual: frozenset[str] | None = None  # static_graph: what becomes ready here
+        self._nowhere: frozenset[str] = frozenset()
+        self._next = 0  # the bucket to be launched next
+        self._trace = Trace(comm.rank, keep=trace)
+        self._make(self.layout)
+
+    # ---- what users call -------------------------------------------------------------------------
+
+    def view(self, name: str) -> Any:
+        """The gradient's place in its bucket, an array of the parameter's shape. A gradient may be
+        written there; then call `ready(name)`. After `finish` it holds the result.
+
+        It is another place after the one rebuild, so look it up in every step. Not for transient
+        buckets.
+        """
+        bucket, slot = self._slot(name)
+        if self._transient:
+            raise UnsupportedError("transient buckets have no lasting views", rank=self.comm.rank)
+        return self._part(bucket, slot)
+
+    def ready(self, name: str, grad: Any = None, scale: float = 1.0) -> None:
+        """The gradient of parameter `name` is there; launches all buckets that are full and next.
+
+        grad   array of the parameter's shape, with the dtype of the parameter or of the bucket;
+               copied (after `no_sync`, added). None if it was written into `view(name)`.
+        scale  what it is multiplied by on the way
+
+        Raises CollectiveError if it is ready for the second time in this pass, ArrayError for
+        another shape or dtype. Both abort the communicator, since the other ranks wait for this
+        gradient.
+        """
+        bucket, slot = self._slot(name)
+        if not self._running:
+            self._begin()
+        if name in self._seen:
+            self._fail(
+                f"the gradient of {name!r} became ready twice in one pass on rank "
+                f"{self.comm.rank}; end a pass with finish(), or leave no_sync()"
+            )
+        if self._usual is not None and name not in self._usual and self._sync:
+            self._fail(
+                f"static_graph: {name!r} has a gradient on rank {self.comm.rank}, and had none in "
+                "the first step"
+            )
+        now = time.monotonic()
+        if grad is None:
+            if self._transient:
+                raise UnsupportedError("transient buckets need the gradient", rank=self.comm.rank)
+            if scale != 1.0:
+                part = self._part(bucket, slot)
+                put(part, part, scale, add=False)
+        else:
+            self._store(bucket, slot, grad, scale)
+        self._touched.add(name)
+        self._seen[name] = None
+        self._arrived(bucket, now)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of the pass in this block are added up locally and reduced with those of the
+        next pass outside of it.
+        """
+        if self._running:
+            raise CollectiveError("no_sync() must begin before the first ready() of a pass")
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+            self._running = False
+
+    def finish(self, timeout: float | None = None, *, absent: bool = False) -> frozenset[str]:
+        """Ends the pass: waits until all buckets are reduced. Returns the names of the parameters
+        that have a gradient on no rank (with `find_unused`), whose views are as they were.
+
+        timeout  seconds for each bucket
+        absent   this rank has no data, so what is missing counts as zero
+
+        Raises CollectiveError that names the parameters that are not ready.
+        """
+        if not self._running:
+            self._begin()
+        if not self._sync:
+            self._running = False
+            return frozenset()
+        called = time.monotonic()
+        kept = self._fill_missing(absent)
+        if self._next < len(self.buckets):
+            waiting = [b.index for b in self.buckets if b.missing]
+            raise AssertionError(f"buckets {waiting} are not full")  # _fill_missing sees to it
+        nowhere = self._find_nowhere()
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait(timeout)
+        self._trace.end_pass(self.buckets, called, time.monotonic())
+        for name in nowhere & kept.keys():
+            bucket, slot = self._slot(name)
+            self._part(bucket, slot)[...] = kept[name]
+        self._running = False
+        self._touched.clear()
+        if self._static_graph and self._usual is None and not absent:
+            self._usual = frozenset(self._seen)
+        if self._rebuild:
+            self._rebuild = False
+            self._fill_anew()
+        return nowhere
+
+    def buckets_for(self, layout: Sequence[str]) -> list[Bucket]:
+        """Buckets without memory, as they would be if they were filled in order `layout`."""
+        return make_buckets(self.specs, layout, *self._sizes)
+
+    def fill_as(self, layout: Sequence[str]) -> None:
+        """Fills buckets in order `layout` from now on; there will be no rebuild. Collective, with
+        one layout on all ranks, between passes.
+        """
+        self._rebuild = False
+        if list(layout) != self.layout:
+            self._make(layout)
+
+    @property
+    def will_rebuild(self) -> bool:
+        """True if the end of the next step may fill the buckets anew."""
+        return self._rebuild
+
+    @property
+    def statistics(self) -> Statistics:
+        """Sums over all steps, and what of the communication was hidden."""
+        return self._trace.statistics
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Events in the Trace Event Format of Chrome and Perfetto: for every bucket when it was
+        filled, when it waited, when it was on the wire, and what of that was exposed. Times are
+        microseconds of a clock that the processes of a host share; pid is the rank.
+        """
+        return self._trace.events()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes `trace()` of all ranks to one JSON file, by rank 0. Collective."""
+        from .agreement import exchange
+
+        events = [event for part in exchange(self.comm, self.trace()) for event in part]
+        if self.comm.rank == 0:
+            text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+            Path(path).write_text(text, encoding="utf-8")
+
+    # ---- buckets ---------------------------------------------------------------------------------
+
+    def _make(self, order: Sequence[str]) -> None:
+        self.layout = list(order)
+        self.buckets = make_buckets(self.specs, order, *self._sizes)
+        self._slots = {s.name: (b, s) for b in self.buckets for s in b.slots}
+        if self._transient:
+            for bucket in self.buckets:
+                key = (bucket.dtype, bucket.device)
+                same = [b.count for b in self.buckets if (b.dtype, b.device) == key]
+                if key not in self._pool:
+                    self._pool[key] = [
+                        self._memory(max(same), *key) for _ in range(min(_POOL, len(same)))
+                    ]
+            self._turn: dict[int, int] = {}  # bucket -> its number among those of its kind
+            for key in self._pool:
+                kind = [b for b in self.buckets if (b.dtype, b.device) == key]
+                self._turn.update({b.index: i for i, b in enumerate(kind)})
+        else:
+            for bucket in self.buckets:
+                bucket.buffer = self._memory(bucket.count, bucket.dtype, bucket.device)
+
+    def _memory(self, count: int, dtype: str, device: str) -> Any:
+        if device == "cpu":
+            return self.comm.empty((count,), dtype)
+        return empty((count,), dtype, device)
+
+    def _slot(self, name: str) -> tuple[Bucket, Slot]:
+        found = self._slots.get(name)
+        if found is None:
+            raise CollectiveError(
+                f"there is no parameter {name!r}; {did_you_mean(name, self._slots)}",
+                rank=self.comm.rank,
+            )
+        return found
+
+    @staticmethod
+    def _part(bucket: Bucket, slot: Slot) -> Any:
+        return bucket.buffer[slot.start : slot.start + slot.length].reshape(slot.shape)
+
+    def _all_reduce(self, bucket: Bucket) -> Work:
+        work: Work = self.comm.all_reduce(bucket.buffer, self._op, order=self._order, async_op=True)
+        return work
+
+    def _abort(self, message: str) -> None:
+        """Tells the other ranks, which wait for this one."""
+        for comm in (self.comm, *self.siblings):
+            comm.abort(message)
+
+    def _fail(self, message: str) -> None:
+        self._abort(message)
+        raise CollectiveError(message, rank=self.comm.rank)
+
+    # ---- a pass ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._running = True
+        self._seen = {}
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+            bucket.work = None
+            bucket.times = BucketTimes()
+            if self._transient:
+                bucket.buffer = None
+        if self._sync and self._usual is not None:
+            now = time.monotonic()
+            for bucket, slot in list(self._slots.values()):
+                if slot.name not in self._usual:
+                    if slot.name not in self._touched:
+                        self._zero(bucket, slot)
+                    self._arrived(bucket, now)
+
+    def _store(self, bucket: Bucket, slot: Slot, grad: Any, scale: float) -> None:
+        name, spec = slot.name, self.specs[slot.name]
+        try:
+            array = native(grad, f"gradient of {name!r}")
+            dtype = dtype_name(array.dtype)
+        except ArrayError as error:
+            self._abort(str(error))
+            raise
+        here = f"rank {self.comm.rank}: the gradient of {name!r} has"
+        if tuple(array.shape) != slot.shape:
+            message = f"{here} shape {tuple(array.shape)}, the parameter {slot.shape}"
+            self._abort(message)
+            raise ArrayError(message, rank=self.comm.rank)
+        if dtype not in (spec.dtype, spec.carried):
+            message = f"{here} dtype {dtype}; expected is {spec.dtype}"
+            self._abort(message)
+            raise ArrayTypeError(message, rank=self.comm.rank)
+        if device_name(array) != spec.device:
+            message = f"{here} its memory on {device_name(array)}, the parameter on {spec.device}"
+            self._abort(message)
+            raise ArrayError(message, rank=self.comm.rank)
+        fresh = name not in self._touched
+        if self._transient and not (fresh and self._open(bucket)):
+            held = self._held.get(name)
+            if held is None:
+                held = self._held[name] = empty(slot.shape, spec.carried, spec.device)
+            put(held, array, scale, add=not fresh)
+        else:
+            part = self._part(bucket, slot)
+            if array.size and _address(array) == _address(part):  # it was written in place
+                array = part
+                fresh = True
+                if scale == 1.0:
+                    return
+            put(part, array, scale, add=not fresh)
+
+    def _zero(self, bucket: Bucket, slot: Slot) -> None:
+        if self._transient and not self._open(bucket):
+            self._held[slot.name] = empty(slot.shape, bucket.dtype, bucket.device)
+            self._held[slot.name][...] = 0
+        else:
+            self._part(bucket, slot)[...] = 0
+
+    def _open(self, bucket: Bucket) -> bool:
+        """Gives a transient bucket its memory if it may have some now; True if it has."""
+        if bucket.buffer is not None:
+            return True
+        if not self._sync:
+            return False
+        pool = self._pool[bucket.dtype, bucket.device]
+        turn = self._turn[bucket.index]
+        before = [b for b in self.buckets if (b.dtype, b.device) == (bucket.dtype, bucket.device)]
+        if turn >= len(pool):
+            last = before[turn - len(pool)]
+            if last.work is None:
+                return False
+            last.work.wait()
+            last.buffer = None
+        bucket.buffer = pool[turn % len(pool)][: bucket.count]
+        return True
+
+    def _arrived(self, bucket: Bucket, now: float) -> None:
+        times = bucket.times
+        times.first = times.first or now
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            times.filled = time.monotonic()
+        if self._sync:
+            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+                self._launch(self.buckets[self._next])
+                self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self._transient:
+            if not self._open(bucket):
+                raise AssertionError("buckets are launched in order")
+            for slot in bucket.slots:
+                held = self._held.pop(slot.name, None)
+                if held is not None:
+                    self._part(bucket, slot)[...] = held
+        bucket.times.launched = time.monotonic()
+        with nvtx_range(bucket.device, f"bucket {bucket.index}"):
+            bucket.work = self._reduce(bucket)
+
+    def _fill_missing(self, absent: bool) -> dict[str, Any]:
+        """Makes the gradients that are missing zero; returns what was in their place."""
+        usual = self._usual
+        missing = [n for n in self._slots if n not in self._seen]
+        if usual is not None and not absent:
+            lost = sorted(usual - self._seen.keys())
+            if lost:
+                self._fail(
+                    f"static_graph: rank {self.comm.rank} has no gradient of {_listed(lost)}, and "
+                    "had one in the first step"
+                )
+            return {}
+        if usual is not None:
+            missing = [n for n in missing if n in usual]
+        lost = [n for n in missing if n not in self._touched]
+        if lost and not (self._find_unused or absent):
+            self._fail(
+                f"rank {self.comm.rank} has no gradient of {_listed(lost)}: not ready at the end "
+                "of the pass; pass find_unused=True if parameters may go unused"
+            )
+        kept = {}
+        now = time.monotonic()
+        for name in missing:
+            bucket, slot = self._slots[name]
+            if name not in self._touched:
+                if not self._transient:
+                    kept[name] = self._part(bucket, slot).copy()
+                self._zero(bucket, slot)
+            self._arrived(bucket, now)
+        return kept
+
+    def _find_nowhere(self) -> frozenset[str]:
+        """The names that have a gradient on no rank: one reduction of a bitmap."""
+        if not self._find_unused:
+            return frozenset()
+        if self._usual is None:
+            names = list(self.specs)
+            used = np.array([name in self._touched for name in names], np.uint8)
+            self.comm.all_reduce(used, "max")
+            self._nowhere = frozenset(n for n, u in zip(names, used, strict=True) if not u)
+        return self._nowhere
+
+    def _fill_anew(self) -> None:
+        """Buckets in the order in which gradients became ready on rank 0; results are kept."""
+        names = list(self.specs)
+        number = {name: i for i, name in enumerate(names)}
+        late = [n for n in self.layout if n not in self._seen]
+        order = np.array([number[n] for n in (*self._seen, *late)], np.int64)
+        self.comm.broadcast(order)
+        agreed = [names[i] for i in order]
+        if agreed == self.layout:
+            return
+        old = self._slots
+        self._make(agreed)
+        for name, (bucket, slot) in self._slots.items():
+            self._part(bucket, slot)[...] = self._part(*old[name])
+        self.rebuilt = True
+
+
+def _spec(name: str, x: Any, dtype: Any) -> Spec:
+    if isinstance(x, Spec):
+        return x
+    array = native(x, f"parameter {name!r}")
+    own = dtype_name(array.dtype)
+    if not own.startswith(("float", "bfloat", "complex")):
+        raise ArrayTypeError(f"parameter {name!r} is {own}; gradients need a float dtype")
+    carried = own if dtype is None else dtype_name(dtype)
+    return Spec(tuple(array.shape), own, device_name(array), carried)
+
+
+def _address(x: Any) -> int:
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(n) for n in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+@np.errstate(over="ignore", invalid="ignore")  # float16 overflows: the caller looks at the result
+def put(target: Any, source: Any, scale: float, *, add: bool) -> None:
+    """target = source * scale, or target += source * scale, for arrays of numpy or cupy. What is
+    smaller than float32 is computed in float32 and rounded once.
+    """
+    if scale == 1.0 and not add:
+        target[...] = source
+        return
+    xp = namespace(target)
+    wide = np.dtype(np.float32) if target.dtype.itemsize < 4 else target.dtype
+    term = source.astype(wide, copy=False)
+    if scale != 1.0:
+        direct = not add and wide == target.dtype
+        term = xp.multiply(term, wide.type(scale), out=target if direct else None)
+    if add:
+        term = target.astype(wide, copy=False) + term if wide != target.dtype else target + term
+    if term is not target:
+        target[...] = term

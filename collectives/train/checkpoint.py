@@ -1,0 +1,360 @@
+"""Checkpoints that any number of ranks, under any stage, can go on from.
+
+    run/step-1000/
+      checkpoint.json            which generation is the valid one, and what is in it
+      generation-1000-0/
+        rank-0.safetensors       arrays "master/NAME@OFFSET", "first/NAME@OFFSET", ... and buffers
+        rank-1.safetensors       (a part of a parameter, and where it begins in the flat parameter)
+
+A generation is written and flushed to disk before checkpoint.json, which is replaced by a rename,
+names it. So a kill at any instant leaves the old state or the new. What is read is checked first,
+on all ranks, and set only when all of it is good.
+
+The format of the arrays is that of https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..agreement import exchange
+from ..array import dtype_name
+from ..errors import CollectiveError, UnsupportedError
+from .sharding import Shard, host
+
+if TYPE_CHECKING:
+    from .data_parallel import Trainer
+
+INDEX = "checkpoint.json"
+_FORMAT = 1
+
+
+class CheckpointError(CollectiveError, ValueError):
+    """A checkpoint is missing, cut short, damaged, or of another model; nothing was loaded."""
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise UnsupportedError(
+            "checkpoints are kept in the safetensors format: pip install 'collectives[train]'"
+        ) from None
+    return safetensors.numpy
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
+    """Writes the trainer's state: parameters in full precision, optimizer state, buffers, counters,
+    scale of the loss, schedule, random states of all ranks, and the sampler's place. Collective.
+
+    path     a directory, which all ranks reach; an older checkpoint in it is replaced
+    sampler  with state() and load(), such as `Sampler`
+
+    Raises CollectiveError on all ranks if one of them cannot write; the old checkpoint stays.
+    """
+    safetensors, comm, root = _safetensors(), trainer.comm, Path(path)
+    name = f"generation-{trainer.steps}-"
+    number = 0
+    if comm.rank == 0:
+        while (root / f"{name}{number}").exists():
+            number += 1
+    name += str(exchange(comm, number)[0])
+    folder = root / name
+    error = ""
+    entries: dict[str, Any] = {}
+    file = f"rank-{comm.rank}.safetensors"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = _own_arrays(trainer)
+        if arrays:
+            _write(folder / file, safetensors.save(arrays))
+        entries = {
+            key: {
+                "file": file,
+                "crc32": zlib.crc32(_raw(x)),
+                "count": int(x.size),
+                "dtype": dtype_name(x.dtype),
+            }
+            for key, x in arrays.items()
+        }
+    except OSError as problem:
+        error = f"rank {comm.rank} cannot write to {folder}: {problem}"
+    _raise_any(comm, error)
+    parts = exchange(comm, [entries, _random_state(trainer)])
+    if comm.rank == 0:
+        try:
+            index = {
+                "format": _FORMAT,
+                "generation": name,
+                "entries": {key: e for part, _ in parts for key, e in part.items()},
+                "random": [state for _, state in parts],
+                "shapes": {n: list(trainer.store.owners[n][3]) for n in trainer.names},
+                "world": comm.size,
+                "settings": trainer.settings,
+                "layout": trainer.bucketer.layout,
+                "updates": trainer.updates,
+                "steps": trainer.steps,
+                "loss_scale": trainer.loss_scale and vars(trainer.loss_scale),
+                "sampler": sampler.state() if sampler is not None else None,
+            }
+            temporary = root / f".{INDEX}.new"
+            _write(temporary, json.dumps(index).encode())
+            _flush(folder)
+            os.replace(temporary, root / INDEX)
+            _flush(root)
+        except OSError as problem:
+            error = f"rank 0 cannot write to {root}: {problem}"
+    _raise_any(comm, error)
+    if comm.rank == 0:
+        for old in root.glob("generation-*"):
+            if old.name != name:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _own_arrays(trainer: Trainer) -> dict[str, Any]:
+    """What this rank writes: of every shard, one of the ranks that hold it."""
+    comm, store = trainer.comm, trainer.store
+    arrays: dict[str, Any] = {}
+    writes = comm.rank == 0 if store.comm is None else trainer.first_replica
+    if writes:
+        for shard, piece in store.pieces():
+            for key, x in store.arrays(shard).items():
+                part = host(x)[piece.low : piece.high]
+                arrays[f"{key}/{piece.name}@{piece.offset}"] = np.ascontiguousarray(part)
+        # A parameter without elements is in no shard.
+        for name in trainer.names:
+            if comm.rank == 0 and 0 in store.owners[name][3]:
+                arrays[f"master/{name}@0"] = np.empty(0, np.float32)
+    if comm.rank == 0:
+        arrays |= {f"buffer/{n}": np.array(x) for n, x in trainer.buffers().items()}
+    return arrays
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _raw(x: Any) -> Any:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _raise_any(comm: Any, error: str) -> None:
+    found = [e for e in exchange(comm, error) if e]
+    if found:
+        raise CheckpointError("; ".join(dict.fromkeys(found)), rank=comm.rank)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
+    """Sets the trainer, and the sampler if one is given, to a checkpoint of any number of ranks
+    and any stage. Collective.
+
+    With the number of ranks that wrote it, random states come back too, and training goes on bit
+    for bit as if it had never stopped.
+
+    Raises CheckpointError on all ranks, which names what is wrong with which parameter, and changes
+    nothing, if the checkpoint is cut short, damaged, or not of this model, optimizer and schedule.
+    """
+    _safetensors()
+    comm, error = trainer.comm, ""
+    index: dict[str, Any] = {}
+    try:
+        index = _index(Path(path))
+        _check_model(trainer, index)
+    except (OSError, ValueError) as problem:
+        error = f"rank {comm.rank}: {problem}"
+    _raise_any(comm, error)
+    layout = index["layout"]
+    shards: list[dict[str, Any]] = []
+    buffers: dict[str, Any] = {}
+    try:
+        reader = _Reader(Path(path) / index["generation"], index)
+        template = trainer.shards_for(layout)
+        keys = ("master", *trainer.slots)
+        shards = [{key: reader.shard(shard, key) for key in keys} for shard in template]
+        buffers = {n: reader.array(f"buffer/{n}") for n in trainer.buffers()}
+        if sampler is not None and index["sampler"] is None:
+            raise CheckpointError("it holds no sampler")
+    except (OSError, ValueError) as problem:
+        error = f"rank {comm.rank}: {problem}"
+    _raise_any(comm, error)
+    trainer.restore(layout, shards, buffers)
+    trainer.updates, trainer.steps = index["updates"], index["steps"]
+    if trainer.loss_scale is not None and index["loss_scale"]:
+        for key, value in index["loss_scale"].items():
+            setattr(trainer.loss_scale, key, value)
+    if sampler is not None:
+        sampler.load(index["sampler"])
+    if index["world"] == comm.size:
+        _set_random_state(trainer, index["random"][comm.rank])
+
+
+def _index(root: Path) -> dict[str, Any]:
+    try:
+        text = (root / INDEX).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{root} holds no checkpoint: there is no {INDEX}") from None
+    try:
+        index = json.loads(text)
+        if index["format"] != _FORMAT:
+            raise CheckpointError(
+                f"{root / INDEX} has format {index['format']}, known is {_FORMAT}"
+            )
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise CheckpointError(f"{root / INDEX} is cut short or damaged") from None
+    return dict(index)
+
+
+def _check_model(trainer: Trainer, index: Mapping[str, Any]) -> None:
+    """The checkpoint has this model's parameters, and no others, and this optimizer's state."""
+    mine = {n: list(trainer.store.owners[n][3]) for n in trainer.names}
+    theirs = index["shapes"]
+    for name in mine:
+        if name not in theirs:
+            raise CheckpointError(f"the checkpoint lacks parameter {name!r}")
+        if mine[name] != theirs[name]:
+            raise CheckpointError(
+                f"parameter {name!r} has shape {theirs[name]} in the checkpoint, {mine[name]} here"
+            )
+    foreign = [name for name in theirs if name not in mine]
+    if foreign:
+        raise CheckpointError(f"the checkpoint has a foreign parameter {foreign[0]!r}")
+    for setting in ("optimizer", "schedule"):
+        if index["settings"][setting] != trainer.settings[setting]:
+            raise CheckpointError(
+                f"the checkpoint's {setting} is {index['settings'][setting]}, here it is "
+                f"{trainer.settings[setting]}"
+            )
+    if sorted(index["layout"]) != sorted(mine):
+        raise CheckpointError("the checkpoint's layout does not name the parameters once each")
+    known = {"master", "buffer", *trainer.slots}
+    for key in index["entries"]:
+        kind, _, rest = key.partition("/")
+        name = rest.rpartition("@")[0] if kind != "buffer" else rest
+        if kind not in known or (kind != "buffer" and name not in mine):
+            raise CheckpointError(f"the checkpoint has a foreign entry {key!r}")
+        if kind == "buffer" and name not in trainer.buffers():
+            raise CheckpointError(f"the checkpoint has a foreign entry {key!r}")
+
+
+class _Reader:
+    """Parts of parameters out of the files of a generation, each checked once."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._entries = index["entries"]
+        self._files: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, list[tuple[int, int, str]]] = {}  # kind/name -> (begin, end, key)
+        for key, entry in self._entries.items():
+            if not key.startswith("buffer/"):
+                base, _, offset = key.rpartition("@")
+                part = (int(offset), int(offset) + entry["count"], key)
+                self._parts.setdefault(base, []).append(part)
+
+    def array(self, key: str) -> Any:
+        """An entry, flat; raises CheckpointError that names it if it is not what was written."""
+        entry = self._entries.get(key)
+        if entry is None:
+            raise CheckpointError(f"the checkpoint lacks {key!r}")
+        file = entry["file"]
+        if file not in self._files:
+            path = self._folder / file
+            safetensors = _safetensors()
+            try:
+                self._files[file] = safetensors.load(path.read_bytes())
+            except FileNotFoundError:
+                raise CheckpointError(f"{path}, which holds {key!r}, is missing") from None
+            except Exception as error:  # the package raises its own kind for each damage
+                raise CheckpointError(
+                    f"{path}, which holds {key!r}, is cut short or damaged: {error}"
+                ) from error
+        found = self._files[file].get(key)
+        if found is None:
+            raise CheckpointError(f"{self._folder / file} lacks {key!r}")
+        if found.size != entry["count"] or zlib.crc32(_raw(found)) != entry["crc32"]:
+            raise CheckpointError(f"{key!r} in {self._folder / file} is damaged: another checksum")
+        return found
+
+    def shard(self, shard: Shard, kind: str) -> Any:
+        """What a rank holds of a bucket."""
+        whole: Any = None
+        for piece in shard.pieces:
+            low, high = piece.offset, piece.offset + piece.high - piece.low
+            reached = low
+            for begin, end, key in sorted(self._parts.get(f"{kind}/{piece.name}", [])):
+                a, b = max(begin, low), min(end, high)
+                if a >= b:
+                    continue
+                if a != reached:
+                    break
+                found = self.array(key)
+                if whole is None:
+                    whole = np.empty(shard.high - shard.low, found.dtype)
+                at = piece.low + a - low
+                whole[at : at + b - a] = found[a - begin : b - begin]
+                reached = b
+            if reached != high:
+                raise CheckpointError(
+                    f"the checkpoint lacks {kind} of parameter {piece.name!r} from element "
+                    f"{reached} on"
+                )
+        return np.empty(0, np.float32) if whole is None else whole
+
+
+# ---- random states ------------------------------------------------------------------------------
+
+
+def _random_state(trainer: Trainer) -> dict[str, Any]:
+    """Of Python, numpy (the global one), torch if it is there, and the trainer's own generator."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has, cached = np.random.get_state()  # noqa: NPY002
+    state = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has, cached],
+        "trainer": trainer.random.bit_generator.state,
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        state["torch"] = torch.get_rng_state().tolist()
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
+
+
+def _set_random_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), position, has, cached))  # noqa: NPY002
+    trainer.random.bit_generator.state = state["trainer"]
+    torch = sys.modules.get("torch")
+    if torch is not None and "torch" in state:
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))

@@ -1,0 +1,566 @@
+"""The trainer: data-parallel steps, from replicated parameters to ZeRO-3, with one result.
+
+One convention holds for every stage: a gradient is the sum over ranks, in rank order, of what each
+rank has added up over its micro-batches, each weighted with its share of the global batch before
+anything is added. Shards only decide who computes which elements. So all stages take the same steps
+bit for bit; see `norms` for why clipping does not break that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ..agreement import agree, exchange
+from ..array import device_name, dtype_name, empty, native
+from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec
+from ..errors import CollectiveError, did_you_mean
+from ..work import ThenWork, Work
+from .batches import micro_batches, samples
+from .functional import FunctionModel
+from .gathering import Gatherer
+from .model import Model
+from .norms import finite, sums_of_squares
+from .optimizers import Optimizer
+from .precision import LossScale, compute_dtype
+from .progress import Bar, Log, Metrics, text_of
+from .schedules import Constant, Schedule
+from .sharding import Shard, Store, host
+from .stepping import Stepper
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+
+
+class Trainer:
+    """Trains one model on all ranks of a communicator. Making one is collective, and so are `step`,
+    `parameters`, `save` and `load`.
+
+    model          a function loss_and_grads(params, batch, emit), see `FunctionModel`; or a
+                   torch.nn.Module
+    optimizer      of collectives.train; for a module also a torch optimizer made on its parameters
+    comm           the ranks; it is busy in the background during a step
+    params         for functions: arrays by name
+    loss           for modules: loss(module, batch) -> the mean loss over the batch
+    sharding       0 replicated, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO)
+    shard_group    "node": shard within a node, replicate across nodes
+    precision      "bf16", "fp16": parameters have this dtype in forward and backward; master
+                   weights and optimizer keep the dtype that came in. None: no difference
+    reduce_dtype   dtype in which gradients are added up and reduced; that of the gradients if None
+    accumulate     micro-batches in a step
+    clip_norm      largest norm of the whole gradient
+    normalize      "samples": the loss is a mean over samples, "tokens": over what `count` counts;
+                   in both cases the step is that of the mean over the global batch
+    count          count(batch) -> samples or tokens in a (micro-)batch; the length of its first
+                   array if None
+    schedule       factor of the learning rate for each step, from `schedules`
+    groups         parameter groups: {"params": [names or patterns], **settings of the optimizer}
+    frozen         for functions: names of parameters that have no gradient
+    offload        "host": master weights and optimizer state of GPU parameters live on the host
+    order          "rank": sums in rank order, the same bits for every stage. "any" may be faster
+                   between nodes
+    find_unused, static_graph, bucket_bytes, first_bucket_bytes
+                   as for `Bucketer`
+    loss_scale     of fp16
+    metrics        file of JSON lines, one for each step, written by rank 0
+    trace          keep the times of all buckets for `write_trace`
+    seed           of `random`, a numpy generator for the model's use, another on each rank
+
+    Raises MismatchError, which names parameters or settings and ranks, where ranks differ.
+    Parameters and buffers begin as those of rank 0.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        comm: Communicator,
+        *,
+        params: Mapping[str, Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        sharding: int = 0,
+        shard_group: str | None = None,
+        precision: str | None = None,
+        reduce_dtype: Any = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        normalize: str = "samples",
+        count: Callable[[Any], int] | None = None,
+        schedule: Schedule | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+        frozen: Sequence[str] = (),
+        offload: str | None = None,
+        order: str | None = "rank",
+        find_unused: bool = False,
+        static_graph: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        loss_scale: LossScale | None = None,
+        metrics: str | Path | None = None,
+        trace: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if sharding not in (0, 1, 2, 3):
+            raise ValueError(f"sharding={sharding!r}; known: 0, 1, 2, 3")
+        if shard_group not in (None, "node"):
+            raise ValueError(f"shard_group={shard_group!r}; only 'node' is known")
+        if normalize not in ("samples", "tokens"):
+            raise ValueError(
+                f"normalize={normalize!r}; {did_you_mean(normalize, ['samples', 'tokens'])}"
+            )
+        if normalize == "tokens" and count is None:
+            raise ValueError("normalize='tokens' needs count=, which counts the tokens of a batch")
+        if accumulate < 1:
+            raise ValueError(f"accumulate={accumulate}; at least one micro-batch makes a step")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm} must be positive")
+        if offload not in (None, "host"):
+            raise ValueError(f"offload={offload!r}; only 'host' is known")
+        self.comm = comm
+        self.sharding = sharding
+        self.accumulate = accumulate
+        self.clip_norm = clip_norm
+        self.schedule = schedule or Constant()
+        self.updates = 0  # optimizer steps that were taken
+        self.steps = 0  # with those that were left out
+        self.last: Metrics | None = None
+        # For dropout and the like: another stream on each rank, kept in checkpoints.
+        self.random = np.random.default_rng([seed, comm.rank])
+        self._dtype = compute_dtype(precision)
+        self.loss_scale = None
+        if self._dtype == "float16":
+            self.loss_scale = dataclasses.replace(loss_scale or LossScale())
+        self._count = count or samples
+        self._log = Log(metrics, comm.rank)
+        self._model = _model(model, params, loss, frozen)
+        self.names = list(self._model.parameters)
+        self._groups(optimizer, groups)
+        self._agree(
+            {
+                "model": type(self._model).__name__,
+                "optimizer": text_of(self._optimizers),
+                "sharding": sharding,
+                "shard_group": shard_group,
+                "precision": self._dtype,
+                "reduce_dtype": reduce_dtype and dtype_name(reduce_dtype),
+                "accumulate": accumulate,
+                "clip_norm": clip_norm,
+                "normalize": normalize,
+                "schedule": text_of(self.schedule),
+                "offload": offload,
+                "order": order,
+                "loss_scale": text_of(self.loss_scale),
+            }
+        )
+        self._broadcast()
+        self._order = order
+        self._hybrid = shard_group == "node" and sharding > 0
+        group = comm if sharding else None
+        if self._hybrid:
+            group = comm.split(by="node")
+        self.store = Store(group, sharding, offload == "host")
+        values = self._model.parameters
+        self._dtypes = {n: self._dtype or dtype_name(x.dtype) for n, x in values.items()}
+        self._wide = {n: dtype_name(x.dtype) for n, x in values.items()}
+        specs = {
+            n: Spec(
+                tuple(x.shape),
+                self._dtypes[n],
+                device_name(x),
+                dtype_name(reduce_dtype) if reduce_dtype else self._dtypes[n],
+            )
+            for n, x in values.items()
+        }
+        self.bucketer = Bucketer(
+            comm,
+            specs,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            order=order,
+            find_unused=find_unused,
+            static_graph=static_graph,
+            rebuild=sharding < 2,
+            transient=sharding >= 2,
+            reduce=self._reduce,
+            trace=trace,
+        )
+        self._gatherer: Gatherer | None = None
+        if sharding == 3:
+            assert group is not None
+            gathers = group.duplicate()
+            self._gatherer = Gatherer(gathers, self.store, self._model)
+            self.bucketer.siblings.append(gathers)
+        if group is not None and group is not comm:
+            self.bucketer.siblings.append(group)
+        self._stepper = Stepper(self.store, self._optimizers, self._number)
+        self._build(values)
+        # Whole parameters are kept as long as buckets may still be filled anew, and no longer.
+        self._values: Mapping[str, Any] | None = values if self.bucketer.will_rebuild else None
+        self._model.parameters = {}
+        self._bad: set[str] = set()  # not finite on this rank, in this step
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Metrics:
+        """One optimizer step on what this rank has of the global batch.
+
+        batch  arrays whose first axes run over samples, in any nesting of tuples and dicts, split
+               into `accumulate` micro-batches; or a list of micro-batches. None: no data here.
+
+        Raises CollectiveError on all ranks, and writes nothing, if a gradient is not finite (in
+        fp16 the step is left out instead); it names the parameters, and the ranks where they are
+        known.
+        """
+        began = time.monotonic()
+        before = dataclasses.replace(self.bucketer.statistics)
+        parts = micro_batches(batch, self.accumulate)
+        counts = [0 if part is None else self._count(part) for part in parts]
+        total = self._total(counts)
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        loss = 0.0
+        self._bad.clear()
+        unused: frozenset[str] = frozenset()
+        for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            last = i == len(parts) - 1
+            with contextlib.nullcontext() if last else self.bucketer.no_sync():
+                if part is not None:
+                    loss += self._model.run(part, count / total, scale, self._ready) * count
+                    if self._gatherer is not None:
+                        self._gatherer.end_pass()
+                elif self._gatherer is not None:
+                    self._gatherer.follow_pass()
+                if last:
+                    unused = self.bucketer.finish(absent=part is None)
+        self._after_reduction()
+        norm, overflow = self._norm(scale, unused)
+        factor = self.schedule(self.updates)
+        if not overflow:
+            clip = 1.0
+            if self.clip_norm is not None and norm > self.clip_norm:
+                clip = self.clip_norm / norm
+            self._stepper.step(self.updates, factor, clip / scale, unused)
+            self.updates += 1
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow)
+        self.steps += 1
+        sums = np.array([loss])
+        self.comm.all_reduce(sums, order="rank")
+        after = self.bucketer.statistics
+        busy, exposed = after.busy - before.busy, after.exposed - before.exposed
+        self.last = Metrics(
+            step=self.steps,
+            loss=float(sums[0]) / total,
+            lr=self._optimizers[0].lr * factor,
+            samples=total,
+            grad_norm=norm,
+            skipped=overflow,
+            scale=scale,
+            seconds=time.monotonic() - began,
+            exposed=exposed,
+            overlap=100.0 * (1 - exposed / busy) if busy else 100.0,
+        )
+        self._log.write(self.last)
+        return self.last
+
+    def progress(self, batches: Iterable[Any], total: int | None = None) -> Iterator[Any]:
+        """Yields `batches` as `join` does, with a line about the steps on rank 0's terminal."""
+        if total is None:
+            with contextlib.suppress(TypeError):
+                total = len(batches)  # type: ignore[arg-type]
+        bar = Bar(total, self.comm.rank)
+        try:
+            for batch in self.join(batches):
+                yield batch
+                bar.step(self.last)
+        finally:
+            bar.close()
+
+    def join(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yields `batches`, then None until every rank is through: ranks may have different
+        numbers of batches. One more small all_reduce for each. Call `step` with what comes, None
+        too.
+        """
+        source = iter(batches)
+        done = object()
+        while True:
+            batch = next(source, done)
+            more = np.array([batch is not done], np.uint8)
+            if not self.comm.all_reduce(more, "max")[0]:
+                return
+            yield None if batch is done else batch
+
+    @property
+    def global_batch(self) -> str:
+        """How the size of the global batch comes about, in words, for the last step."""
+        total = self.last.samples if self.last is not None else 0
+        micro = total / (self.comm.size * self.accumulate)
+        return (
+            f"global batch {total} = {micro:g} (micro) x {self.comm.size} (ranks) x "
+            f"{self.accumulate} (accumulation)"
+        )
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Any]:
+        """Copies of all parameters, whole, in full precision, as arrays of numpy. Collective."""
+        return self.whole("master")
+
+    def whole(self, key: str) -> dict[str, Any]:
+        """Copies of "master" or of an optimizer's state array, whole, by parameter. Collective."""
+        found: dict[str, Any] = {}
+        for shard in self.store.shards:
+            part = np.ascontiguousarray(host(self.store.arrays(shard)[key]))
+            full = part
+            if self.store.comm is not None:
+                full = self.store.comm.all_gather_v(part, shard.counts)
+            for slot in shard.bucket.slots:
+                flat = full[slot.start : slot.start + slot.length]
+                found[slot.name] = flat.reshape(slot.shape).copy()
+        return {name: found[name] for name in self.names}
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """In this block all parameters are there, under every stage, for evaluation: yields the
+        module, or for functions the parameters by name. Collective.
+        """
+        if self._gatherer is not None:
+            self._gatherer.gather_everything()
+        try:
+            yield self._model.whole()
+        finally:
+            if self._gatherer is not None:
+                self._gatherer.release_everything()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps."""
+        return self.store.nbytes()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes a trace for Chrome or Perfetto, by rank 0. Collective."""
+        self.bucketer.write_trace(path)
+
+    def save(self, path: str | Path, *, sampler: Any = None) -> None:
+        """See `checkpoint.save`."""
+        from .checkpoint import save
+
+        save(self, path, sampler)
+
+    def load(self, path: str | Path, *, sampler: Any = None) -> None:
+        """See `checkpoint.load`."""
+        from .checkpoint import load
+
+        load(self, path, sampler)
+
+    # ---- for checkpoints -----------------------------------------------------------------------
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the optimizer's state arrays."""
+        return self._optimizers[0].slots
+
+    @property
+    def first_replica(self) -> bool:
+        """True if this rank is among the first that hold all shards together."""
+        return not self._hybrid or self.comm.node == self.comm.nodes[0]
+
+    def buffers(self) -> dict[str, Any]:
+        """The model's buffers and frozen parameters, as arrays of numpy or cupy, by name."""
+        return self._model.frozen | self._model.buffers
+
+    def shards_for(self, layout: Sequence[str]) -> list[Shard]:
+        """Empty shards as this rank would have them if buckets were filled in order `layout`."""
+        store = self.store
+        return [
+            Shard(bucket, self._dtypes[bucket.slots[0].name], store.parts, store.rank)
+            for bucket in self.bucketer.buckets_for(layout)
+        ]
+
+    def restore(
+        self, layout: Sequence[str], shards: Sequence[Mapping[str, Any]], buffers: Mapping[str, Any]
+    ) -> None:
+        """Takes over the master weights and state of all shards. Collective."""
+        self.bucketer.fill_as(layout)
+        self._values = None
+        self._build(None)
+        for shard, arrays in zip(self.store.shards, shards, strict=True):
+            for key, x in arrays.items():
+                target = self.store.arrays(shard)[key]
+                (target.set if hasattr(target, "set") else partial(_copy, target))(x)
+            work = self.store.publish(shard)
+            if work is not None:
+                work.wait()
+        for name, x in buffers.items():
+            _copy(self.buffers()[name], x.reshape(self.buffers()[name].shape))
+
+    # ---- setting up ----------------------------------------------------------------------------
+
+    def _groups(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Which optimizer steps which parameter: `_optimizers`, and its number for each name."""
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}; pass one of collectives.train: SGD, "
+                "Adam, AdamW, LARS, LAMB"
+            )
+        self._optimizers = [optimizer]
+        self._number = dict.fromkeys(self._model.parameters, 0)
+        for group in groups:
+            settings = dict(group)
+            patterns = settings.pop("params")
+            try:
+                self._optimizers.append(dataclasses.replace(optimizer, **settings))
+            except TypeError as error:
+                raise ValueError(f"groups: {error}") from None
+            for pattern in patterns:
+                names = fnmatch.filter(self._number, pattern)
+                if not names:
+                    hint = did_you_mean(pattern, self._number)
+                    raise ValueError(f"groups: no parameter is like {pattern!r}; {hint}")
+                twice = [n for n in names if self._number[n]]
+                if twice:
+                    raise ValueError(f"groups: {twice[0]!r} is in two groups")
+                self._number |= dict.fromkeys(names, len(self._optimizers) - 1)
+
+    def _agree(self, settings: Mapping[str, Any]) -> None:
+        model = self._model
+        shapes = {
+            name: [kind, list(x.shape), dtype_name(x.dtype)]
+            for kind, arrays in (("", model.parameters), ("frozen", model.frozen))
+            for name, x in arrays.items()
+        }
+        agree(self.comm, "parameter", shapes)
+        agree(self.comm, "setting", dict(settings))
+        agree(self.comm, "parameter group of", self._number)
+        self.settings = dict(settings)
+
+    def _broadcast(self) -> None:
+        for arrays in (self._model.parameters, self._model.frozen, self._model.buffers):
+            for name in arrays:
+                arrays[name] = self.comm.broadcast(arrays[name])
+
+    def _build(self, values: Mapping[str, Any] | None) -> None:
+        slots = self._optimizers[0].slots
+        self.store.build(self.bucketer.buckets, values, self._dtypes, self._wide, slots)
+        for shard in self.store.shards:
+            if self.sharding < 2:
+                shard.grad = shard.bucket.buffer[shard.low : shard.high]
+            else:
+                count = (shard.high - shard.low,)
+                shard.grad = empty(count, shard.bucket.dtype, shard.bucket.device)
+        self._model.bind(self.store, self._gatherer, self._dtype)
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def _total(self, counts: Sequence[int]) -> int:
+        """Samples, or tokens, of the global batch."""
+        total = np.array([sum(counts)], np.int64)
+        self.comm.all_reduce(total)
+        if total[0] < 1:
+            raise ValueError("step: no rank has a sample")
+        return int(total[0])
+
+    def _ready(self, name: str, grad: Any, scale: float = 1.0) -> None:
+        if self._dtype != "float16":
+            array = native(grad, f"gradient of {name!r}")
+            # On a GPU the host would have to wait for each gradient.
+            if device_name(array) == "cpu" and not finite(array):
+                self._bad.add(name)
+        self.bucketer.ready(name, grad, scale)
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        """Launches the reduction of a bucket, into this rank's shard."""
+        comm = self.comm
+        shard = self.store.shards[bucket.index]
+        # While buckets may still be filled anew, shards are not settled: all get everything. In
+        # hybrid sharding all do too: sums within nodes first would be in another order.
+        if self.sharding == 0 or self._hybrid or self.bucketer.will_rebuild:
+            whole = comm.all_reduce(bucket.buffer, order=self._order, async_op=True)
+            if self.sharding >= 2:
+                part = bucket.buffer[shard.low : shard.high]
+                whole = ThenWork(whole, partial(_copy, shard.grad, part))
+            return cast(Work, whole)
+        if self.sharding == 1:
+            out = bucket.buffer[shard.low : shard.high]
+        else:
+            out = shard.grad
+        work: Work = comm.reduce_scatter_v(
+            bucket.buffer, shard.counts, out=out, order=self._order, async_op=True
+        )
+        return work
+
+    def _after_reduction(self) -> None:
+        """After the first step: buckets may have been filled anew, and nothing was stepped yet."""
+        if self._values is not None:
+            if self.bucketer.rebuilt:
+                self._build(self._values)
+            self._values = None
+
+    def _norm(self, scale: float, unused: frozenset[str]) -> tuple[float, bool]:
+        """The norm of the gradient, and whether it overflowed in fp16."""
+        parts = [
+            (0, shard.grad[piece.low : piece.high])
+            for shard, piece in self.store.pieces()
+            if piece.name not in unused
+        ]
+        square = float(sums_of_squares(parts, 1, self.store.comm)[0])
+        if math.isfinite(square):
+            return math.sqrt(square) / scale, False
+        if self.loss_scale is not None:
+            return math.nan, True
+        self._raise_not_finite()
+        raise AssertionError("unreachable")
+
+    def _raise_not_finite(self) -> None:
+        """All ranks are here: they have the same norm."""
+        names = self.names
+        number = {name: i for i, name in enumerate(names)}
+        parts = [
+            (number[piece.name], shard.grad[piece.low : piece.high])
+            for shard, piece in self.store.pieces()
+        ]
+        squares = sums_of_squares(parts, len(names), self.store.comm)
+        where = exchange(self.comm, sorted(self._bad))
+        words = []
+        for name, square in zip(names, squares, strict=True):
+            if not math.isfinite(square):
+                ranks = [r for r, bad in enumerate(where) if name in bad]
+                listed = ", ".join(map(str, ranks))
+                source = f"rank{'s'[: len(ranks) - 1]} {listed}" if ranks else "no rank alone"
+                words.append(f"{name!r} ({source})")
+        raise CollectiveError(
+            f"step {self.steps + 1}: gradients are not finite: {', '.join(words[:8])}"
+            + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+            + "; nothing was written",
+            rank=self.comm.rank,
+        )
+
+
+def _copy(target: Any, source: Any) -> None:
+    target[...] = source
+
+
+def _model(
+    model: Any, params: Mapping[str, Any] | None, loss: Callable[..., Any] | None, frozen: Any
+) -> Model:
+    if isinstance(model, Model):
+        return model
+    if any(base.__module__.startswith("torch.") for base in type(model).__mro__):
+        from .module import ModuleModel
+
+        if loss is None or params is not None or frozen:
+            raise TypeError(
+                "a torch module needs loss=, loss(module, batch), and its parameters are its own: "
+                "no params= or frozen= (set requires_grad)"
+            )
+        return ModuleModel(model, loss)
+    if not callable(model) or params is None:
+        raise TypeError("model is a torch.nn.Module with loss=, or a function with params=")
+    return FunctionModel(model, params, frozen)

@@ -1,0 +1,158 @@
+"""Models that are functions: loss_and_grads(params, batch, emit) over dicts of arrays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..array import empty, native, numpy_dtype
+from ..errors import CollectiveError, did_you_mean
+from .model import Model, Ready
+from .sharding import Shard
+
+if TYPE_CHECKING:
+    from .gathering import Gatherer
+    from .sharding import Store
+
+
+class Emit:
+    """What a function calls with each gradient: emit(name, gradient).
+
+    scale  what to multiply the gradient of the loss by before backward: 1 but in fp16
+    """
+
+    def __init__(self, model: FunctionModel, weight: float, scale: float, ready: Ready) -> None:
+        self.scale = scale
+        self._model = model
+        self._weight = weight
+        self._ready = ready
+        self._parts: dict[str, list[Any]] = {}  # gradients of tied parameters, until all are there
+
+    def __call__(self, name: str, grad: Any) -> None:
+        model = self._model
+        if name in model.frozen:
+            return
+        owner = model.owner(name)
+        names = model.tied[owner]
+        if len(names) > 1:
+            parts = self._parts.setdefault(owner, [])
+            parts.append(native(grad, f"gradient of {name!r}"))
+            if len(parts) < len(names):
+                return
+            grad = sum(parts[1:], start=parts[0])
+        self._ready(owner, grad, self._weight)
+
+
+class Parameters(Mapping[str, Any]):
+    """The parameters that a function gets: arrays by name, gathered when they are asked for."""
+
+    def __init__(self, model: FunctionModel) -> None:
+        self._model = model
+
+    def __getitem__(self, name: str) -> Any:
+        return self._model.array(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._model.names)
+
+    def __len__(self) -> int:
+        return len(self._model.names)
+
+
+class FunctionModel(Model):
+    """A function and its parameters.
+
+    function  loss_and_grads(params, batch, emit) -> loss, the mean over the batch. It calls
+              emit(name, gradient of the loss) once for each name; in the order of backward is best.
+              It may instead return (loss, dict of gradients).
+    params    arrays by name: numpy, cupy or jax. The same array under two names is one parameter,
+              tied: its gradient is the sum of those emitted under both.
+    frozen    names of parameters that have no gradient
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        params: Mapping[str, Any],
+        frozen: Sequence[str] = (),
+    ) -> None:
+        unknown = [name for name in frozen if name not in params]
+        if unknown:
+            raise ValueError(
+                f"frozen: no parameter {unknown[0]!r}; {did_you_mean(unknown[0], params)}"
+            )
+        self._function = function
+        self.names = list(params)
+        self._owner: dict[str, str] = {}
+        self.tied: dict[str, list[str]] = {}
+        seen: dict[int, str] = {}
+        self.parameters, self.frozen, self.buffers = {}, {}, {}
+        jax = sys.modules.get("jax")
+        self._jax = jax if jax and any(isinstance(x, jax.Array) for x in params.values()) else None
+        for name, x in params.items():
+            owner = seen.setdefault(id(x), name)
+            self._owner[name] = owner
+            self.tied.setdefault(owner, []).append(name)
+            if owner == name:
+                kind = self.frozen if name in frozen else self.parameters
+                kind[name] = native(x, f"parameter {name!r}").copy()
+            elif (name in frozen) != (owner in self.frozen):
+                raise ValueError(f"{owner!r} and {name!r} are tied, and only one of them is frozen")
+        self._store: Store | None = None
+        self._gatherer: Gatherer | None = None
+
+    def owner(self, name: str) -> str:
+        """The name under which a parameter is kept."""
+        found = self._owner.get(name)
+        if found is None:
+            raise CollectiveError(f"no parameter {name!r}; {did_you_mean(name, self._owner)}")
+        return found
+
+    def array(self, name: str) -> Any:
+        """A parameter as the function sees it."""
+        if name not in self._owner:
+            raise KeyError(name)
+        owner = self._owner[name]
+        if owner in self.frozen:
+            x = self.frozen[owner]
+        else:
+            assert self._store is not None
+            shard = self._store.owners[owner][0]
+            full = shard.full
+            if self._gatherer is not None:
+                full = self._gatherer.need(shard.bucket.index)
+            x = self._store.view(owner, full)
+        # jax arrays never change, and the trainer writes its parameters: jax gets a copy.
+        return self._jax.numpy.array(x, copy=True) if self._jax is not None else x
+
+    def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
+        self._store, self._gatherer = store, gatherer
+        if dtype is not None:
+            kind = numpy_dtype(dtype)
+            self.frozen = {n: x.astype(kind, copy=False) for n, x in self.frozen.items()}
+
+    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
+        emit = Emit(self, weight, scale, ready)
+        # A dict wherever it costs nothing: jax functions take it as it is.
+        params: Mapping[str, Any] = Parameters(self)
+        if self._gatherer is None:
+            params = dict(params)
+        loss = self._function(params, batch, emit)
+        if isinstance(loss, tuple):
+            loss, grads = loss
+            for name, grad in grads.items():
+                emit(name, grad)
+        return float(np.asarray(loss))
+
+    def take(self, shard: Shard) -> Any:
+        # Fresh memory: the function may hold arrays of the last gather still.
+        return empty((shard.bucket.count,), shard.dtype, shard.bucket.device)
+
+    def give(self, shard: Shard) -> None:
+        return
+
+    def whole(self) -> Any:
+        return Parameters(self)

@@ -1,0 +1,173 @@
+"""Parameters on demand, for stage 3: gathered when a bucket is needed, the next one fetched ahead,
+released after use.
+
+All ranks must launch the same gathers in the same order. In the first pass they compare before each
+one. Later passes follow the order of the first; a rank that departs from it compares again, which
+the others, if they do not depart too, answer with a MismatchError instead of other parameters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..errors import MismatchError
+from .sharding import Shard, Store
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+    from ..work import Work
+
+_IDLE = 2  # buckets that stay without being pinned: the current one and the one before
+_END = 1 << 40
+
+
+class Memory(Protocol):
+    """Where gathered parameters lie."""
+
+    def take(self, shard: Shard) -> Any:
+        """Memory for a bucket, as the array that an all_gather writes."""
+
+    def give(self, shard: Shard) -> None:
+        """It is needed no more."""
+
+
+class Gatherer:
+    """Buckets of parameters that come and go. One pass is a forward and a backward.
+
+    comm  of the ranks that share; for gathers alone, beside the reductions of gradients
+    """
+
+    def __init__(self, comm: Communicator, store: Store, memory: Memory) -> None:
+        self._comm = comm
+        self._store = store
+        self._memory = memory
+        self._works: dict[int, Work] = {}  # under way
+        self._resident: OrderedDict[int, None] = OrderedDict()  # the latest used last
+        self.pins: dict[int, set[Any]] = {}  # what must not be released, and for whom
+        self._record: list[int] | None = None  # the launches of a pass, agreed by all ranks
+        self._launched: list[int] = []
+        self._everything = False
+        self.peak = 0  # most bytes of gathered parameters at a time
+
+    def need(self, index: int) -> Any:
+        """All parameters of a bucket, gathered by now."""
+        if self._everything:
+            return self._store.shards[index].full
+        self._evict(index)  # always: what stays must not depend on what was fetched ahead
+        if index not in self._resident:
+            self._launch(index)
+        self._resident.move_to_end(index)
+        work = self._works.pop(index, None)
+        if work is not None:
+            work.wait()
+        ahead = self._expected()
+        if ahead is not None and ahead not in self._resident and not self._works:
+            self._evict(index)
+            self._launch(ahead)
+            self._resident.move_to_end(index)
+        return self._store.shards[index].full
+
+    def end_pass(self) -> None:
+        """Releases everything; the next pass is expected to be like this one."""
+        if self._record is None:
+            self._compare(_END)
+            self._record = list(self._launched)
+        self._launched = []
+        self.pins.clear()
+        while self._resident:
+            self._release(next(iter(self._resident)))
+
+    def follow_pass(self) -> None:
+        """A pass of a rank without data of its own: it takes part in the gathers of the others."""
+        if self._record is not None:
+            for index in self._record:
+                self._start(index)
+                self._release(index)
+        else:
+            while (index := self._compare(None)) != _END:
+                self._start(index)
+                self._release(index)
+            self._record = list(self._launched)
+        self._launched = []
+
+    def gather_everything(self) -> None:
+        """All buckets at once, until `release_everything`; between passes."""
+        self._everything = True
+        works = []
+        for shard in self._store.shards:
+            shard.full = self._memory.take(shard)
+            works.append(self._store.gather(self._comm, shard, shard.full))
+        for work in works:
+            work.wait()
+
+    def release_everything(self) -> None:
+        self._everything = False
+        for shard in self._store.shards:
+            self._memory.give(shard)
+            shard.full = None
+
+    def _expected(self) -> int | None:
+        """What the record says to launch next."""
+        done = len(self._launched)
+        if self._record is None or done >= len(self._record):
+            return None
+        return self._record[done]
+
+    def _launch(self, index: int) -> None:
+        if self._expected() != index:
+            self._record = None  # this pass departs from it
+        if self._record is None:
+            self._compare(index)
+        self._start(index)
+
+    def _start(self, index: int) -> None:
+        shard = self._store.shards[index]
+        shard.full = self._memory.take(shard)
+        self._launched.append(index)
+        self._resident[index] = None
+        held = sum(self._store.shards[i].full.nbytes for i in self._resident)
+        self.peak = max(self.peak, held)
+        self._works[index] = self._store.gather(self._comm, shard, shard.full)
+
+    def _compare(self, index: int | None) -> int:
+        """Makes sure that all ranks are at the same place; None: wherever the others are."""
+        mine = [-2 * _END, -2 * _END] if index is None else [index, -index]
+        asked = np.array(mine, np.int64)
+        self._comm.all_reduce(asked, "max")
+        most, least = int(asked[0]), -int(asked[1])
+        if most == -2 * _END:  # no rank has data: the pass is empty
+            return _END
+        if most != least:
+            names = [
+                "the end of the pass" if i == _END else f"the bucket of {self._first(i)!r}"
+                for i in (least, most)
+            ]
+            raise MismatchError(
+                f"sharding=3: the ranks use parameters in different orders: one needs {names[0]}, "
+                f"another {names[1]}, rank {self._comm.rank} "
+                + ("nothing" if index is None else "one of them"),
+                rank=self._comm.rank,
+            )
+        return most
+
+    def _first(self, index: int) -> str:
+        return self._store.shards[index].bucket.slots[0].name
+
+    def _evict(self, keep: int) -> None:
+        """Makes room for one more bucket."""
+        idle = [i for i in self._resident if not self.pins.get(i) and i != keep]
+        idle = [i for i in idle if i not in self._works]
+        for index in idle[: max(0, len(idle) - _IDLE + 1)]:
+            self._release(index)
+
+    def _release(self, index: int) -> None:
+        work = self._works.pop(index, None)
+        if work is not None:
+            work.wait()
+        del self._resident[index]
+        shard = self._store.shards[index]
+        self._memory.give(shard)
+        shard.full = None

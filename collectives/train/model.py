@@ -1,0 +1,52 @@
+"""What the trainer knows of a model; `functional` and `module` are the two kinds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .sharding import Shard
+
+if TYPE_CHECKING:
+    from .gathering import Gatherer
+    from .sharding import Store
+
+Ready = Callable[..., None]  # ready(name, gradient, scale)
+
+
+class Model(ABC):
+    """Parameters by name, and how to get their gradients.
+
+    parameters  trainable ones, whole, as arrays of numpy or cupy; a tied parameter is in here once
+    frozen      parameters that have no gradient
+    buffers     other arrays that ranks must begin with alike
+    """
+
+    parameters: dict[str, Any]
+    frozen: dict[str, Any]
+    buffers: dict[str, Any]
+
+    @abstractmethod
+    def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
+        """The parameters live in `store` from now on; with a gatherer they come on demand. Frozen
+        ones become `dtype`, unless it is None.
+        """
+
+    @abstractmethod
+    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
+        """Forward and backward. Hands `ready` the gradient of every parameter as soon as it is
+        there, times weight and scale. Returns the loss, the mean over the batch.
+        """
+
+    @abstractmethod
+    def take(self, shard: Shard) -> Any:
+        """Memory for the gathered parameters of a bucket."""
+
+    @abstractmethod
+    def give(self, shard: Shard) -> None:
+        """The gathered parameters of a bucket are needed no more."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """What a user evaluates: the module, or parameters by name."""

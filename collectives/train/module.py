@@ -1,0 +1,185 @@
+"""Models that are torch modules: hooks hand over gradients, and under stage 3 fetch parameters.
+
+Under stage 3 a parameter's bucket is gathered before the forward of the module that has it, and
+again when the gradient of that module's output is there. In between the memory is given back: the
+storage shrinks to nothing, so whatever autograd has saved, also views of parameters, is empty until
+the next gather fills the same storage. A parameter must be used in the forward of a module that has
+it (it may have several).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..array import from_pointer, native, numpy_dtype
+from ..array.dtypes import torch_dtype
+from .model import Model, Ready
+from .sharding import Shard
+
+if TYPE_CHECKING:
+    from .gathering import Gatherer
+    from .sharding import Store
+
+
+class ModuleModel(Model):
+    """A torch module and its loss: loss(module, batch) -> tensor, the mean over the batch."""
+
+    def __init__(self, module: torch.nn.Module, loss: Callable[..., Any]) -> None:
+        self._module = module
+        self._loss = loss
+        named = dict(module.named_parameters())  # a tied parameter comes once
+        self._tensors = {n: p for n, p in named.items() if p.requires_grad}
+        self.parameters = {n: _copy(p) for n, p in self._tensors.items()}
+        self._frozen = {n: p for n, p in named.items() if not p.requires_grad}
+        self.frozen = {n: _copy(p) for n, p in self._frozen.items()}
+        self._buffers = {n: b for n, b in module.named_buffers() if b.numel()}
+        # The module's own memory: what is written here, the module sees.
+        self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
+        self._names = {id(p): n for n, p in self._tensors.items()}
+        self._ready: Ready | None = None
+        self._dtype: torch.dtype | None = None
+        self._flat: dict[int, torch.Tensor] = {}  # bucket -> its memory under stage 3
+        self._gatherer: Gatherer | None = None
+        self._store: Store | None = None
+        for name, parameter in self._tensors.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+
+    # ---- where parameters live -----------------------------------------------------------------
+
+    def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
+        first = self._store is None
+        self._store, self._gatherer = store, gatherer
+        self._dtype = torch_dtype(torch, dtype) if dtype is not None else None
+        if gatherer is None:
+            for name, parameter in self._tensors.items():
+                shard = store.owners[name][0]
+                parameter.data = _tensor(store.view(name, shard.full))
+        else:
+            for shard in store.shards:
+                kind = torch_dtype(torch, shard.dtype)
+                device = shard.bucket.device
+                self._flat[shard.bucket.index] = torch.empty(
+                    shard.bucket.count, dtype=kind, device=device
+                )
+                self.give(shard)
+        if not first:
+            return
+        for name, parameter in self._frozen.items():
+            value = _tensor(self.frozen[name])
+            parameter.data = value if self._dtype is None else value.to(self._dtype)
+            self.frozen[name] = native(parameter.detach())
+        if gatherer is not None:
+            self._watch()
+
+    def take(self, shard: Shard) -> Any:
+        flat = self._flat[shard.bucket.index]
+        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        for slot in shard.bucket.slots:
+            part = flat[slot.start : slot.start + slot.length]
+            self._tensors[slot.name].data = part.view(slot.shape)
+        return native(flat)
+
+    def give(self, shard: Shard) -> None:
+        flat = self._flat[shard.bucket.index]
+        for slot in shard.bucket.slots:
+            # What is used outside of its module's forward fails by its shape.
+            self._tensors[slot.name].data = flat.new_empty(0)
+        flat.untyped_storage().resize_(0)
+
+    def whole(self) -> Any:
+        return self._module
+
+    # ---- forward and backward ------------------------------------------------------------------
+
+    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
+        self._ready = ready
+        if self._dtype is not None:
+            batch = _cast(batch, self._dtype)
+        loss = self._loss(self._module, batch)
+        (loss.float() * (weight * scale)).backward()
+        return float(loss.detach())
+
+    def _arrived(self, name: str, parameter: torch.Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        assert self._ready is not None and grad is not None
+        self._ready(name, grad if grad.is_contiguous() else grad.contiguous())
+        if self._gatherer is not None:
+            index = self._bucket(name)
+            self._gatherer.pins.get(index, set()).discard(name)
+
+    def _bucket(self, name: str) -> int:
+        assert self._store is not None
+        return self._store.owners[name][0].bucket.index
+
+    def _watch(self) -> None:
+        """Hooks on all modules that have parameters of their own."""
+        for module in self._module.modules():
+            own = [self._names[id(p)] for p in module.parameters(recurse=False) if p.requires_grad]
+            if own:
+                module.register_forward_pre_hook(partial(self._before_forward, own))
+                module.register_forward_hook(partial(self._after_forward, own), always_call=True)
+
+    def _before_forward(self, names: list[str], module: torch.nn.Module, inputs: Any) -> None:
+        gatherer = self._gatherer
+        assert gatherer is not None
+        for index in dict.fromkeys(map(self._bucket, names)):
+            gatherer.pins.setdefault(index, set()).add(id(module))
+            gatherer.need(index)
+
+    def _after_forward(
+        self, names: list[str], module: torch.nn.Module, inputs: Any, output: Any
+    ) -> None:
+        gatherer = self._gatherer
+        assert gatherer is not None
+        for index in dict.fromkeys(map(self._bucket, names)):
+            gatherer.pins[index].discard(id(module))
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, names))
+
+    def _before_backward(self, names: list[str], grad: torch.Tensor) -> None:
+        gatherer = self._gatherer
+        assert gatherer is not None
+        for name in names:
+            index = self._bucket(name)
+            gatherer.pins.setdefault(index, set()).add(name)  # until its gradient has arrived
+            gatherer.need(index)
+
+
+def _copy(x: torch.Tensor) -> Any:
+    return native(x.detach().contiguous().clone())
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    """An array of numpy or cupy as a tensor on the same memory."""
+    if hasattr(x, "get"):
+        return torch.from_dlpack(x)
+    if x.dtype == numpy_dtype("bfloat16"):
+        return from_pointer(x.ctypes.data, x.shape, "bfloat16", owner=x, kind="torch")
+    return torch.from_numpy(x)
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in `dtype`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: _cast(part, dtype) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_cast(part, dtype) for part in batch)
+    return batch
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for part in output.values():
+            yield from _tensors(part)
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors(part)

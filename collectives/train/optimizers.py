@@ -1,0 +1,208 @@
+"""Optimizers on flat shards: element by element, so that it does not matter who holds which part.
+
+Every operation is one of + - * / and square root, rounded as IEEE 754 says, in the same order for
+every element. So a shard gets the bits that the whole would. LARS and LAMB also need norms of whole
+parameters, which come from `norms`.
+
+An optimizer here is its settings only. The trainer holds the state, in arrays that it hands in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..array import namespace
+
+State = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Settings, and one step on flat arrays of numpy or cupy.
+
+    lr            learning rate; the trainer multiplies it by its schedule
+    weight_decay  how strongly parameters are drawn to zero
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+
+    slots: ClassVar[tuple[str, ...]] = ()  # names of the state arrays, which begin as zeros
+    layerwise: ClassVar[bool] = False  # needs the norms of whole parameters
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            number = getattr(self, field.name)
+            if not isinstance(number, bool) and not (math.isfinite(number) and number >= 0):
+                raise ValueError(f"{type(self).__name__}: {field.name}={number} must be >= 0")
+
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+        """One step of optimizers that are not layerwise. w and state are written; g is used up.
+
+        step  counts from 1
+        """
+        raise NotImplementedError
+
+    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+        """Layerwise: puts into g the array whose norm counts."""
+        raise NotImplementedError
+
+    def trust(self, weight_norm: float, norm: float) -> float:
+        """Layerwise: the ratio by which the step of this parameter is scaled."""
+        raise NotImplementedError
+
+    def apply(self, w: Any, g: Any, state: State, lr: float) -> None:
+        """Layerwise: the step along `direction`; lr holds the trust ratio."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum (v = momentum v + g; w -= lr v) and Nesterov's
+    variant (w -= lr (g + momentum v)), as in Sutskever et al. (ICML 2013) but for the place of lr.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    slots: ClassVar[tuple[str, ...]] = ("velocity",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise ValueError("SGD: nesterov needs momentum")
+
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+        if self.weight_decay:
+            g += w * self.weight_decay
+        if self.momentum:
+            v = state["velocity"]
+            v *= self.momentum
+            v += g
+            if self.nesterov:
+                g += v * self.momentum
+            else:
+                g[...] = v
+        g *= lr
+        w -= g
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moments(Optimizer):
+    """What Adam, AdamW and LAMB share: two moments with bias correction."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    slots: ClassVar[tuple[str, ...]] = ("first", "second")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta1 >= 1 or self.beta2 >= 1:
+            raise ValueError(f"{type(self).__name__}: beta1 and beta2 must be below 1")
+
+    def _moments(self, g: Any, state: State, step: int) -> None:
+        """Takes g into the moments, and puts m̂ / (√v̂ + eps) into g."""
+        xp = namespace(g)
+        m, v = state["first"], state["second"]
+        term = g * (1 - self.beta1)
+        m *= self.beta1
+        m += term
+        xp.multiply(g, g, out=term)
+        term *= 1 - self.beta2
+        v *= self.beta2
+        v += term
+        xp.multiply(v, 1 / (1 - self.beta2**step), out=term)
+        xp.sqrt(term, out=term)
+        term += self.eps
+        xp.multiply(m, 1 / (1 - self.beta1**step), out=g)
+        g /= term
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(_Moments):
+    """Adam, Kingma and Ba (ICLR 2015), https://arxiv.org/abs/1412.6980, algorithm 1. weight_decay
+    adds to the gradient.
+    """
+
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+        if self.weight_decay:
+            g += w * self.weight_decay
+        self._moments(g, state, step)
+        g *= lr
+        w -= g
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW(_Moments):
+    """Adam with decoupled weight decay, Loshchilov and Hutter (ICLR 2019),
+    https://arxiv.org/abs/1711.05101, algorithm 2: w shrinks by lr times weight_decay.
+    """
+
+    weight_decay: float = 0.01
+
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+        self._moments(g, state, step)
+        g *= lr
+        if self.weight_decay:
+            w *= 1 - lr * self.weight_decay
+        w -= g
+
+
+@dataclasses.dataclass(frozen=True)
+class LARS(Optimizer):
+    """Layer-wise adaptive rates for SGD, You, Gitman and Ginsburg (2017),
+    https://arxiv.org/abs/1708.03888, algorithm 1: each parameter's rate is scaled by
+    trust ‖w‖ / (‖g‖ + weight_decay ‖w‖).
+    """
+
+    momentum: float = 0.9
+    coefficient: float = 0.001  # η of the paper
+
+    slots: ClassVar[tuple[str, ...]] = ("velocity",)
+    layerwise: ClassVar[bool] = True
+
+    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+        return
+
+    def trust(self, weight_norm: float, norm: float) -> float:
+        if weight_norm == 0 or norm == 0:
+            return 1.0
+        return self.coefficient * weight_norm / (norm + self.weight_decay * weight_norm)
+
+    def apply(self, w: Any, g: Any, state: State, lr: float) -> None:
+        if self.weight_decay:
+            g += w * self.weight_decay
+        g *= lr
+        v = state["velocity"]
+        v *= self.momentum
+        v += g
+        w -= v
+
+
+@dataclasses.dataclass(frozen=True)
+class LAMB(_Moments):
+    """Layer-wise adaptive moments, You et al. (ICLR 2020), https://arxiv.org/abs/1904.00962,
+    algorithm 2: each parameter's Adam step (with decoupled weight decay) is scaled by ‖w‖ / ‖step‖.
+    """
+
+    weight_decay: float = 0.01
+    eps: float = 1e-6
+
+    layerwise: ClassVar[bool] = True
+
+    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+        self._moments(g, state, step)
+        if self.weight_decay:
+            g += w * self.weight_decay
+
+    def trust(self, weight_norm: float, norm: float) -> float:
+        return weight_norm / norm if weight_norm and norm else 1.0
+
+    def apply(self, w: Any, g: Any, state: State, lr: float) -> None:
+        g *= lr
+        w -= g

@@ -1,0 +1,222 @@
+"""Flat shards: who holds which part of parameters, gradients and optimizer state.
+
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(SC 2020), https://arxiv.org/abs/1910.02054, section 5. With N ranks that share, a rank holds of
+
+    sharding            parameters   gradients   optimizer state, master weights
+    0  replicated           1            1              1
+    1  optimizer            1            1             1/N
+    2  + gradients          1           1/N            1/N
+    3  + parameters        1/N          1/N            1/N
+
+Everything is laid out as the gradient buckets are. A bucket is cut into N parts; cuts lie where
+chunks of parameters end (see `norms`), near equal parts. Parts may be empty.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..array import ITEM_SIZES, empty
+from ..bucketing import Bucket
+from .norms import CHUNK
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+    from ..work import Work
+
+
+class Piece(NamedTuple):
+    """A part of a parameter that a rank holds."""
+
+    name: str
+    bucket: int
+    low: int  # where it begins in the rank's shard of the bucket
+    high: int
+    offset: int  # where it begins in the parameter
+
+
+def cuts(bucket: Bucket, parts: int) -> list[int]:
+    """Where a bucket is cut into `parts`: parts + 1 places that ascend from 0 to its length."""
+    starts = [slot.start for slot in bucket.slots]
+    places = [0]
+    for part in range(1, parts):
+        wanted = bucket.count * part // parts
+        slot = bucket.slots[max(0, bisect.bisect_right(starts, wanted) - 1)]
+        inside = min(wanted - slot.start, slot.length)
+        before = inside // CHUNK * CHUNK
+        after = min(before + CHUNK, slot.length)
+        nearest = before if inside - before <= after - inside else after
+        places.append(max(places[-1], slot.start + nearest))
+    return [*places, bucket.count]
+
+
+class Shard:
+    """What this rank holds of one bucket. Arrays are flat.
+
+    low, high  the rank's part of the bucket
+    pieces     of which parameters it consists
+    full       all parameters of the bucket, in the dtype they are used in; None while released
+    used       this rank's part of them (a view of `full` where that stays)
+    master     the same part in full precision, which the optimizer steps (`used` itself if equal)
+    grad       this rank's part of the reduced gradient; None until `Store.gradients`
+    state      arrays of the optimizer, like master
+    """
+
+    def __init__(self, bucket: Bucket, dtype: str, parts: int, rank: int) -> None:
+        self.bucket = bucket
+        self.dtype = dtype
+        self.cuts = cuts(bucket, parts)
+        self.counts = [b - a for a, b in itertools.pairwise(self.cuts)]
+        self.low, self.high = self.cuts[rank], self.cuts[rank + 1]
+        self.pieces = [
+            Piece(
+                slot.name,
+                bucket.index,
+                max(slot.start, self.low) - self.low,
+                min(slot.start + slot.length, self.high) - self.low,
+                max(slot.start, self.low) - slot.start,
+            )
+            for slot in bucket.slots
+            if max(slot.start, self.low) < min(slot.start + slot.length, self.high)
+        ]
+        self.full: Any = None
+        self.used: Any = None
+        self.master: Any = None
+        self.grad: Any = None
+        self.state: dict[str, Any] = {}
+
+
+class Store:
+    """The shards of all buckets of this rank.
+
+    comm     the ranks that share (None: every rank holds everything)
+    stage    0 to 3
+    offload  master weights and optimizer state of arrays on GPUs are kept in host memory
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        stage: int,
+        offload: bool,
+    ) -> None:
+        self.comm = comm if stage else None
+        self.stage = stage
+        self.offload = offload
+        self.parts = self.comm.size if self.comm is not None else 1
+        self.rank = self.comm.rank if self.comm is not None else 0
+        self.shards: list[Shard] = []
+        self.owners: dict[str, tuple[Shard, int, int, tuple[int, ...]]] = {}
+
+    def build(
+        self,
+        buckets: Sequence[Bucket],
+        values: Mapping[str, Any] | None,
+        dtypes: Mapping[str, str],
+        wide: Mapping[str, str],
+        slots: Sequence[str],
+    ) -> None:
+        """Lays parameters out as `buckets`.
+
+        values  all parameters, whole, in full precision; None: they are set later
+        dtypes  in which each is used; equal within a bucket
+        wide    their full precision
+        slots   names of the optimizer's state arrays
+        """
+        self.shards, self.owners = [], {}
+        for bucket in buckets:
+            dtype = dtypes[bucket.slots[0].name]
+            shard = Shard(bucket, dtype, self.parts, self.rank)
+            self._allocate(shard, wide[bucket.slots[0].name], slots)
+            if values is not None:
+                self._fill(shard, values)
+            self.shards.append(shard)
+            for slot in bucket.slots:
+                self.owners[slot.name] = (shard, slot.start, slot.length, slot.shape)
+
+    def _allocate(self, shard: Shard, wide: str, slots: Sequence[str]) -> None:
+        bucket, count = shard.bucket, (shard.high - shard.low,)
+        if self.stage == 3:
+            shard.used = empty(count, shard.dtype, bucket.device)
+        else:
+            shard.full = self._memory(shard)
+            shard.used = shard.full[shard.low : shard.high]
+        place = "cpu" if self.offload else bucket.device
+        same = wide == shard.dtype and place == bucket.device
+        shard.master = shard.used if same else empty(count, wide, place)
+        for name in slots:
+            shard.state[name] = empty(count, wide, place)
+            shard.state[name][...] = 0
+
+    def _fill(self, shard: Shard, values: Mapping[str, Any]) -> None:
+        for piece in shard.pieces:
+            part = values[piece.name].reshape(-1)[piece.offset :][: piece.high - piece.low]
+            shard.used[piece.low : piece.high] = part
+            if shard.master is not shard.used:
+                shard.master[piece.low : piece.high] = host(part) if self.offload else part
+        if shard.full is not None:
+            for slot in shard.bucket.slots:
+                part = values[slot.name].reshape(-1)
+                shard.full[slot.start : slot.start + slot.length] = part
+
+    def _memory(self, shard: Shard) -> Any:
+        """Memory for all parameters of a bucket; symmetric where they are gathered into it."""
+        bucket = shard.bucket
+        if self.comm is not None and self.stage < 3 and bucket.device == "cpu":
+            return self.comm.empty((bucket.count,), shard.dtype)
+        return empty((bucket.count,), shard.dtype, bucket.device)
+
+    def gather(self, comm: Communicator, shard: Shard, out: Any) -> Work:
+        """Launches the all_gather of a bucket's parameters into `out`."""
+        work: Work = comm.all_gather_v(shard.used, shard.counts, out=out, async_op=True)
+        return work
+
+    def publish(self, shard: Shard) -> Work | None:
+        """After the optimizer's step: the new parameters in the dtype they are used in, and for
+        stages 1 and 2, on all ranks.
+        """
+        if shard.master is not shard.used:
+            if self.offload and shard.bucket.device != "cpu":
+                shard.used.set(shard.master.astype(shard.used.dtype))
+            else:
+                shard.used[...] = shard.master
+        if self.comm is None or self.stage == 3:
+            return None
+        return self.gather(self.comm, shard, shard.full)
+
+    def pieces(self) -> Iterator[tuple[Shard, Piece]]:
+        for shard in self.shards:
+            for piece in shard.pieces:
+                yield shard, piece
+
+    def arrays(self, shard: Shard) -> dict[str, Any]:
+        """What a checkpoint holds of a shard, by name."""
+        return {"master": shard.master, **shard.state}
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps: parameters, gradients, state with masters."""
+        sizes = {"parameters": 0, "gradients": 0, "state": 0}
+        for shard in self.shards:
+            held = shard.full if shard.full is not None else shard.used
+            sizes["parameters"] += held.nbytes
+            size = ITEM_SIZES[shard.bucket.dtype]
+            whole = self.stage < 2
+            sizes["gradients"] += size * (shard.bucket.count if whole else shard.high - shard.low)
+            sizes["state"] += sum(a.nbytes for a in shard.state.values())
+            if shard.master is not shard.used:
+                sizes["state"] += shard.master.nbytes
+        return sizes
+
+    def view(self, name: str, full: Any) -> Any:
+        """A parameter within its bucket's memory."""
+        _, start, length, shape = self.owners[name]
+        return full[start : start + length].reshape(shape)
+
+
+def host(x: Any) -> Any:
+    """The array on the host."""
+    return x.get() if hasattr(x, "get") else x

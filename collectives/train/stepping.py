@@ -1,0 +1,107 @@
+"""The optimizer's step on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .norms import sums_of_squares
+from .optimizers import Optimizer
+from .sharding import Piece, Shard, Store, host
+
+if TYPE_CHECKING:
+    from ..work import Work
+
+_BLOCK = 32 * 1024  # elements that are stepped at a time: their arrays stay in the cache
+
+
+class Stepper:
+    """Steps shards with optimizers.
+
+    optimizers  of one kind, with the settings of each parameter group
+    number      which of them steps which parameter
+    """
+
+    def __init__(
+        self, store: Store, optimizers: Sequence[Optimizer], number: Mapping[str, int]
+    ) -> None:
+        self._store = store
+        self._optimizers = optimizers
+        self._number = number
+
+    def step(self, updates: int, factor: float, coefficient: float, unused: frozenset[str]) -> None:
+        """One step, and its result in the parameters of all ranks. Collective over the ranks that
+        share.
+
+        updates      steps that were taken before
+        factor       of the learning rate
+        coefficient  by which gradients are multiplied
+        unused       parameters to be left alone
+        """
+        step = updates + 1
+        works: list[Work | None] = []
+        if self._optimizers[0].layerwise:
+            self._layerwise(coefficient, unused, step, factor)
+            works = [self._store.publish(shard) for shard in self._store.shards]
+        else:
+            for shard in self._store.shards:
+                for low, high, optimizer in self._runs(shard, unused):
+                    for at in range(low, high, _BLOCK):
+                        end = min(high, at + _BLOCK)
+                        g = self._gradient(shard, at, end, coefficient)
+                        state = {k: v[at:end] for k, v in shard.state.items()}
+                        w = shard.master[at:end]
+                        optimizer.update(w, g, state, optimizer.lr * factor, step)
+                works.append(self._store.publish(shard))  # travels while the next one is stepped
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _gradient(self, shard: Shard, low: int, high: int, coefficient: float) -> Any:
+        """A part of the gradient in full precision, unscaled and clipped."""
+        grad = shard.grad[low:high]
+        if self._store.offload:
+            grad = host(grad)
+        grad = grad.astype(shard.master.dtype)
+        if coefficient != 1.0:
+            grad *= coefficient
+        return grad
+
+    def _runs(self, shard: Shard, unused: frozenset[str]) -> list[tuple[int, int, Optimizer]]:
+        """Neighbouring pieces with one optimizer, as one."""
+        runs: list[tuple[int, int, Optimizer]] = []
+        for piece in shard.pieces:
+            if piece.name in unused:
+                continue
+            optimizer = self._optimizers[self._number[piece.name]]
+            if runs and runs[-1][1] == piece.low and runs[-1][2] is optimizer:
+                runs[-1] = (runs[-1][0], piece.high, optimizer)
+            else:
+                runs.append((piece.low, piece.high, optimizer))
+        return runs
+
+    def _layerwise(
+        self, coefficient: float, unused: frozenset[str], step: int, factor: float
+    ) -> None:
+        """LARS and LAMB: directions, then norms of whole parameters, then steps."""
+        number = {name: i for i, name in enumerate(self._number)}
+        held: list[tuple[Piece, Any, Any, dict[str, Any]]] = []
+        parts = []
+        for shard, piece in self._store.pieces():
+            if piece.name in unused:
+                continue
+            optimizer = self._optimizers[self._number[piece.name]]
+            g = self._gradient(shard, piece.low, piece.high, coefficient)
+            w = shard.master[piece.low : piece.high]
+            state = {k: v[piece.low : piece.high] for k, v in shard.state.items()}
+            optimizer.direction(w, g, state, step)
+            held.append((piece, w, g, state))
+            parts += [(2 * number[piece.name], w), (2 * number[piece.name] + 1, g)]
+        norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))
+        for piece, w, g, state in held:
+            optimizer = self._optimizers[self._number[piece.name]]
+            i = number[piece.name]
+            ratio = optimizer.trust(float(norms[2 * i]), float(norms[2 * i + 1]))
+            optimizer.apply(w, g, state, optimizer.lr * factor * ratio)
