@@ -8,6 +8,7 @@ the host waits for nothing. What goes wrong in a kernel raises at the next call,
 from __future__ import annotations
 
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -41,11 +42,23 @@ def device_of(what: str, source: View | None, target: View | None) -> str:
     return source.device
 
 
+def checked_blocks(max_blocks: Any) -> int:
+    """`max_blocks` as an int; raises TypeError or ValueError if it is no bound."""
+    try:
+        bound = operator.index(max_blocks)
+    except TypeError:
+        raise TypeError(f"max_blocks must be an integer, not {max_blocks!r}") from None
+    if bound < 0:
+        raise ValueError(f"max_blocks must be 0 (as many as help) or more, not {bound}")
+    return bound
+
+
 class DeviceEngine:
     """The GPU half of a rank. Making one is collective over the bootstrap.
 
     device      ordinal of this rank's GPU
-    max_blocks  thread blocks that its kernels may take at most; 0: as many as help
+    max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
+                bound of all ranks counts.
 
     Raises UnsupportedError on all ranks, in words, where GPUs cannot reach each other's memory.
     """
@@ -59,7 +72,10 @@ class DeviceEngine:
         count, why = _core.device_count()
         if count and not 0 <= device < count:
             why = f"there is no GPU {device}: this process sees {count}"
-        infos = self._agree("has no GPU", why, host=host_key(), pid=os.getpid(), device=device)
+        infos = self._agree(
+            "has no GPU", why, host=host_key(), pid=os.getpid(), device=device, bound=max_blocks
+        )
+        max_blocks = min((i["bound"] for i in infos if i["bound"]), default=0)
         if len({i["host"] for i in infos}) > 1:
             raise UnsupportedError(
                 "device arrays: the ranks are on several hosts, and the GPU engine works within "
