@@ -164,7 +164,7 @@ def link_words(access: bool, links: int | None) -> str:
     peer = "peer access" if access else "no peer access"
     if links is None:
         return peer
-    return f"{peer}, {links} NVLinks" if links else f"{peer}, no NVLink"
+    return f"{peer}, {links or 'no'} NVLink{'s' * (links > 1)}"
 
 
 def _text(value: Any) -> str:
