@@ -3,8 +3,8 @@ without a GPU: "device memory" is host memory, and a stream has a clock of its o
 
     install(monkeypatch, gpus=2)
 
-A call of ours takes CALL_NS of the stream it is put on, one of NCCL's NCCL_NS; a graph as long as the
-calls that were captured took. The names and the order of arguments are those of cupy's documentation.
+A call of ours takes CALL_NS of the stream it is put on, one of NCCL's NCCL_NS; a graph as long as
+the calls that were captured took. Names and order of arguments are those of cupy's documentation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ctypes
 import sys
 import threading
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -182,7 +182,7 @@ def _at(pointer: int, count: int, dtype: int) -> np.ndarray[Any, Any]:
 
 
 class NcclCommunicator:
-    worlds: dict[Any, _World] = {}
+    worlds: ClassVar[dict[Any, _World]] = {}
     lock = threading.Lock()
     wrong = False  # makes all_reduce wrong, for the test of that
 
@@ -261,7 +261,7 @@ class Nccl(types.ModuleType):
 
     available = True
     unique: Any = tuple(range(-64, 64))
-    numbers = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float32": 7, "float64": 8}
+    numbers: ClassVar = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float32": 7, "float64": 8}
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
     NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = 0, 1, 2, 3
     NcclCommunicator = NcclCommunicator
@@ -315,7 +315,7 @@ class _Core:
 class Engine:
     """Stands for `DeviceEngine`. Arrays are seen as host arrays, so only barriers come here."""
 
-    bounds: list[int] = []
+    bounds: ClassVar[list[int]] = []
 
     def __init__(self, bootstrap: Any, nodes: Any, device: int, max_blocks: int = 0) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap

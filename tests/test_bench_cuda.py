@@ -5,6 +5,7 @@ real thing, and those are fakes that keep time (fake_cupy.py).
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import fake_cupy
 import numpy as np
@@ -28,7 +29,7 @@ def bench(capsys, tmp_path, *arguments, command="bench"):
 
 
 def test_tables_rows_and_header(capsys, monkeypatch, tmp_path):
-    """Both modes beside NCCL: the times are those that the clocks of the fakes say, to the digit."""
+    """Both modes beside NCCL: the times are those that the clocks of the fakes say."""
     fake_cupy.install(monkeypatch)
     status, out, err, result = bench(
         capsys, tmp_path, "--threads", 2, *TINY, "--mode", "both", "--peer", "nccl"
@@ -313,7 +314,11 @@ class Nvml:
     class NVMLError(Exception):
         pass
 
-    ends = {0: ["00000000:19:00.0"] * 2, 1: ["00000000:18:00.0"] * 2, 2: ["00000000:99:00.0"]}
+    ends: ClassVar = {
+        0: ["00000000:19:00.0"] * 2,
+        1: ["00000000:18:00.0"] * 2,
+        2: ["00000000:99:00.0"],
+    }
 
     def nvmlInit(self):
         pass
@@ -374,3 +379,24 @@ def test_a_broken_nvml_is_told(monkeypatch):
     found = gpus.survey({"cupy": cupy, "pynvml": Broken()}.get)
     assert found["unknown"] == ["NVLink: NVML says Driver/library version mismatch"]
     assert gpus.link_lines(found["links"]) == ["0-1: peer access"]
+
+
+def test_info_lists_gpus_links_and_driver(capsys, monkeypatch):
+    cupy = fake_cupy.install(monkeypatch, gpus=3)
+    monkeypatch.setattr(gpus, "_module", {"cupy": cupy, "pynvml": Nvml()}.get)
+    status, out, err = run(capsys, "info")
+    assert status == 0, err
+    lines = {line[:12].strip(): line[13:] for line in out.splitlines() if line[:12].strip()}
+    assert lines["GPUs"].startswith("cuda:0 Fake H100 at 0000:18:00.0, 80 GiB, 132 multiproc")
+    assert "cuda:2 Fake H100" in out
+    assert lines["GPU links"] == "0-1, 1→2: peer access, 2 NVLinks"
+    assert lines["GPU driver"] == "580.65.06"
+    status, out, _ = run(capsys, "info", "--json")
+    assert json.loads(out)["gpus"]["count"] == 3
+
+
+def test_info_without_gpus_says_why(capsys, monkeypatch):
+    fake_cupy.install(monkeypatch, gpus=0)
+    status, out, _ = run(capsys, "info")
+    assert status == 0
+    assert "GPUs         none: no GPU was found" in out

@@ -84,7 +84,7 @@ def _module(name: str) -> Any:
         return None
 
 
-def survey(load: Callable[[str], Any] = _module) -> dict[str, Any]:
+def survey(load: Callable[[str], Any] | None = None) -> dict[str, Any]:
     """The GPUs that this process sees, and how they are linked:
 
     count    how many
@@ -93,7 +93,10 @@ def survey(load: Callable[[str], Any] = _module) -> dict[str, Any]:
     devices  of each what `rank_facts` says, as far as it is known
     links    [from, to, words] for each pair, as far as it is known
     unknown  what could not be found out, and what to install
+
+    load  gives a module by name, None if there is none
     """
+    load = load or _module
     count, why = _core.device_count()
     found: dict[str, Any] = {
         "count": count,
