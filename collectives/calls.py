@@ -235,7 +235,9 @@ class Calls:
                     f"the host; pass all on the same side ({error})",
                     rank=self.rank,
                 ) from error
-            self._device = DeviceEngine(self._bootstrap, self.nodes, int(number), self.max_blocks)
+            self._device = DeviceEngine(
+                self._bootstrap, self._core, self.nodes, int(number), self.max_blocks
+            )
         if kind != "cuda" or int(number) != self._device.device:
             raise ArrayError(
                 f"the array is on {device}, and rank {self.rank} of this communicator works on "

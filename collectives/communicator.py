@@ -92,7 +92,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         table = self._table("all_reduce")
         self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:
-            self._device = DeviceEngine(bootstrap, self.nodes, device, self.max_blocks)
+            self._device = DeviceEngine(bootstrap, self._core, self.nodes, device, self.max_blocks)
 
     def split(
         self,

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .bootstrap import Bootstrap, host_key
-from .errors import ArrayError, CollectiveError, DeadlineError, UnsupportedError
+from .errors import (
+    AbortedError,
+    ArrayError,
+    CollectiveError,
+    DeadlineError,
+    MismatchError,
+    PeerDiedError,
+    UnsupportedError,
+)
 from .work import Work
 
 if TYPE_CHECKING:
@@ -56,6 +64,7 @@ def checked_blocks(max_blocks: Any) -> int:
 class DeviceEngine:
     """The GPU half of a rank. Making one is collective over the bootstrap.
 
+    host        the rank's end on the host, which hears first what other ranks tell
     device      ordinal of this rank's GPU
     max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
                 bound of all ranks counts.
@@ -64,8 +73,14 @@ class DeviceEngine:
     """
 
     def __init__(
-        self, bootstrap: Bootstrap, nodes: Sequence[int], device: int, max_blocks: int = 0
+        self,
+        bootstrap: Bootstrap,
+        host: Core,
+        nodes: Sequence[int],
+        device: int,
+        max_blocks: int = 0,
     ) -> None:
+        self.host = host
         self.device = device
         self._bootstrap = bootstrap
         self._defined: set[tuple[str, str, int]] = set()
@@ -131,13 +146,29 @@ class DeviceEngine:
             self._defined.add((algorithm, collective, root))
 
     def run(self, comm: Core, arguments: tuple[Any, ...], algorithm: str, stream: int) -> None:
-        self.core.run(comm, arguments, algorithm, stream)
+        """Puts a call on `stream`. Raises what a peer told on the host, after ending the kernels
+        that wait for it.
+        """
+        try:
+            self.core.run(comm, arguments, algorithm, stream)
+        except (MismatchError, AbortedError, PeerDiedError) as error:
+            self.core.abort(str(error))
+            raise
+
+    def _look(self) -> None:
+        """The same while the host waits for the GPU."""
+        try:
+            self.host.look()
+        except CollectiveError as error:
+            self.core.abort(str(error))
+            raise
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for all calls so far; False if they have not ended after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = 0.0
         while not self.core.idle():
+            self._look()
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(pause)

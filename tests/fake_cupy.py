@@ -317,7 +317,9 @@ class Engine:
 
     bounds: ClassVar[list[int]] = []
 
-    def __init__(self, bootstrap: Any, nodes: Any, device: int, max_blocks: int = 0) -> None:
+    def __init__(
+        self, bootstrap: Any, host: Any, nodes: Any, device: int, max_blocks: int = 0
+    ) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
         self.bounds.append(max_blocks)
 
