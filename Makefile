@@ -138,9 +138,9 @@ test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
 		$(BIN)/cmake --build build/make --parallel $(CORES))
 	@$(BIN)/ctest --test-dir build/make $(CTEST_ARGS)
 
-test-gpu: $(VENV)/.project $(VENV)/.with-test ## run the tests that need an NVIDIA GPU and cupy; CUPY names its package
+test-gpu: $(VENV)/.project $(VENV)/.with-test ## run what the GPUs here can, and say what not; CUPY names cupy's package
 	$(call stage,$(VENV): cupy,venv-cupy,$(BIN)/python -c 'import cupy' || $(BIN)/pip install $(CUPY))
-	@$(BIN)/python -m pytest --quiet tests/gpu
+	@$(BIN)/python tests/run_gpu.py
 
 sanitize: $(VENV)/.tools ## run the C++ tests under SANITIZE: address,undefined or thread
 	$(call stage,tests/cpp: compile for $(SANITIZE),sanitize,\
