@@ -323,7 +323,7 @@ class Engine:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
         self.bounds.append(max_blocks)
 
-    def run(self, comm: Any, arguments: Any, algorithm: str, stream: int) -> None:
+    def run(self, comm: Any, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:
         assert stream == current().ptr
         self._bootstrap.barrier()
         current().advance(CALL_NS)

@@ -59,6 +59,8 @@ def test_tables_rows_and_header(capsys, monkeypatch, tmp_path):
         assert (peer["name"], peer["version"]) == ("nccl", "NCCL 2.28.9")
         assert peer["ratio"] == pytest.approx(theirs / ours, rel=1e-5)
     assert {row["mode"] for row in rows} == {"stream", "graph"}
+    words = header["notes"]["host time of a call that is launched"]
+    assert f"# host time of a call that is launched: {words}" in out
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Engine:
         self.core = SimpleNamespace(close=lambda: None, abort=lambda reason: None)
         self.calls, self.waits = [], 0
 
-    def run(self, comm, arguments, algorithm, stream):
+    def run(self, comm, arguments, algorithm, stream, *more):
         self.calls.append((_core.collectives[arguments[0]], algorithm, stream))
 
     def wait(self, timeout):
@@ -329,9 +329,9 @@ def test_a_jax_array_on_a_gpu_is_read_and_a_new_one_comes_back(on_gpu, monkeypat
     def body(comm):
         run = comm._device.run
 
-        def noted(core, arguments, algorithm, stream):
+        def noted(core, arguments, algorithm, stream, *more):
             seen.update(input=arguments[4], output=arguments[5], stream=stream)
-            run(core, arguments, algorithm, stream)
+            run(core, arguments, algorithm, stream, *more)
 
         comm._device.run = noted
         got = comm.all_reduce(x)
@@ -441,6 +441,31 @@ def test_ranks_that_are_apart_in_time_are_not_taken_for_mixed():
         return len(pending)
 
     assert len(set(cc.run_threads(3, body, timeout=100))) == 1
+
+
+def test_queued_host_calls_come_before_the_device_call_behind_them():
+    """Rank 1 queues two host calls and then puts a call on its GPU, before the first has begun to
+    move; rank 0 waits long in the second.
+    """
+    on_gpu = threading.Event()
+
+    def body(comm):
+        x = np.ones(3)
+        if comm.rank == 1:
+            pending = [comm.all_reduce(x.copy(), async_op=True) for _ in range(2)]
+            comm._core.enter_device_call()
+            on_gpu.set()
+            return [work.wait(60)[0] for work in pending]
+        if comm.rank == 2:
+            assert on_gpu.wait(60)
+        first = comm.all_reduce(x.copy())[0]
+        if comm.rank == 2:
+            threading.Event().wait(0.2)  # rank 0 looks around every 20 ms
+        second = comm.all_reduce(x.copy())[0]
+        comm._core.enter_device_call()
+        return [first, second]
+
+    assert cc.run_threads(3, body, timeout=100) == [[3.0, 3.0]] * 3
 
 
 def test_a_message_that_waits_is_not_taken_for_mixed():

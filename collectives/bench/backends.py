@@ -57,6 +57,10 @@ class Backend(ABC):
     def predict(self, algorithm: str, collective: str, nbytes: int, root: int) -> float | None:
         """Seconds that the cost model expects, None where it knows nothing."""
 
+    def notes(self) -> dict[str, str]:
+        """What the run showed beside its rows, by name."""
+        return {}
+
     @abstractmethod
     def facts(self) -> dict[str, dict[str, Any]]:
         """What a header says beyond the host: additions to its parts by name. Collective."""

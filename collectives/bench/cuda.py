@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ _GRAPH_CALLS = 10
 _LARGE = 16 << 20  # bytes
 _LARGE_CALLS = 2
 _WARM = 3  # calls before a capture
+_HOST_CALLS = 64  # launched at once to see what one takes on the host: no queue is full by then
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -186,6 +188,7 @@ class Cuda(Backend):
         self.clock = Windows(comm)
         self.transport = "threads" if comm._bootstrap.kind == "threads" else "cuda_ipc"
         self.nccl_version = ""  # once such a peer is connected
+        self.host_us: list[float] = []  # of a call of ours, for each way that was launched
         one = gpu.allocate(256)
         comm.barrier()
         with gpu.stream:
@@ -227,7 +230,33 @@ class Cuda(Backend):
         self.finish()
 
     def runner(self, bound: Bound, mode: str) -> Runner:
-        return self.loop(self.body(bound), bound.nbytes, mode)
+        body = self.body(bound)
+        runner = self.loop(body, bound.nbytes, mode)
+        if mode == "stream":
+            self.host_us.append(self._launching_us(body))
+        return runner
+
+    def _launching_us(self, body: Callable[[], Any]) -> float:
+        """Microseconds of the host for each of several calls put on the stream; the slowest
+        rank's. Collective.
+        """
+        self.comm.barrier()
+        with self.gpu.stream:
+            begin = time.perf_counter()
+            for _ in range(_HOST_CALLS):
+                body()
+            mine = (time.perf_counter() - begin) / _HOST_CALLS * 1e6
+        self.finish()
+        return float(np.max(self.comm.all_gather(np.array([mine]))))
+
+    def notes(self) -> dict[str, str]:
+        if not self.host_us:
+            return {}
+        least, median = min(self.host_us), float(np.median(self.host_us))
+        return {
+            "host time of a call that is launched": f"median {median:.2f} us over all tables, "
+            f"least {least:.2f} us"
+        }
 
     def loop(self, body: Callable[[], Any], nbytes: int, mode: str) -> Runner:
         """A timed loop over any call that is put on the stream. Collective."""

@@ -189,6 +189,8 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     wrong = sum(row["wrong"] or 0 for row in rows)
     if printing:
         _print_footer(rows, wrong, bench)
+        if notes := backend.notes():
+            header["notes"] = notes
         if args.json:
             report.write_json(args.json, header, rows)
     return 1 if wrong else 0
@@ -306,6 +308,8 @@ def _print_footer(rows: list[dict[str, Any]], wrong: int, bench: Bench) -> None:
         print(f"# wrong elements: {wrong} {'FAILED' if wrong else 'OK'}")
     else:
         print("# nothing was verified (-c 0)")
+    for name, words in bench.backend.notes().items():
+        print(f"# {name}: {words}")
     if bandwidths:
         print(f"# average bus bandwidth: {sum(bandwidths) / len(bandwidths):.3f} GB/s")
     if bench.comm.size > 1 and bench.last.sum():
