@@ -143,6 +143,10 @@ class Runtime:
         assert kind in (1, 2) and stream > 0x1000
         ctypes.memmove(dst, src, size)
 
+    def memsetAsync(self, ptr: int, value: int, size: int, stream: int) -> None:
+        assert stream > 0x1000
+        ctypes.memset(ptr, value, size)
+
     def driverGetVersion(self) -> int:
         return 13000
 
@@ -184,7 +188,13 @@ def _at(pointer: int, count: int, dtype: int) -> np.ndarray[Any, Any]:
 class NcclCommunicator:
     worlds: ClassVar[dict[Any, _World]] = {}
     lock = threading.Lock()
+    destroyed = 0
     wrong = False  # makes all_reduce wrong, for the test of that
+
+    @staticmethod
+    def initAll(devices: list[int]) -> list[NcclCommunicator]:
+        assert len(set(devices)) == len(devices)
+        return [NcclCommunicator(len(devices), Nccl.unique, r) for r in range(len(devices))]
 
     def __init__(self, ndev: int, comm_id: Any, rank: int) -> None:
         assert comm_id == Nccl.unique, "every rank needs the id of rank 0, of the type it has there"
@@ -253,7 +263,7 @@ class NcclCommunicator:
                 _at(pointer, count, dtype)[:] = mine[0]
 
     def destroy(self) -> None:
-        pass
+        NcclCommunicator.destroyed += 1
 
 
 class Nccl(types.ModuleType):
@@ -347,6 +357,7 @@ def install(monkeypatch: Any, gpus: int = 2) -> Any:
     cuda, cupy, nccl = (types.ModuleType(n) for n in ("cupy.cuda", "cupy", "cupy.cuda.nccl"))
     nccl = Nccl("cupy.cuda.nccl")
     NcclCommunicator.worlds.clear()
+    NcclCommunicator.destroyed = 0
     Engine.bounds.clear()
     Graph.launches = 0
     for each in (Stream, Event, Device, UnownedMemory, MemoryPointer):

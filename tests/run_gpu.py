@@ -60,7 +60,7 @@ def find() -> Machine:
         try:
             from cupy.cuda import nccl as module
 
-            nccl = bool(module.available)
+            nccl = bool(getattr(module, "available", True))
         except ImportError:
             pass
     return Machine(gpus, why, cupy, nccl, shutil.which("compute-sanitizer") or "")

@@ -64,16 +64,19 @@ def test_tables_rows_and_header(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "unique", [tuple(range(-64, 64)), bytes(range(128))], ids=["tuple", "bytes"]
+    "unique", [None, tuple(range(-64, 64)), bytes(range(128))], ids=["threads", "tuple", "bytes"]
 )
 def test_every_collective_beside_nccl(capsys, monkeypatch, tmp_path, unique):
     """Three ranks on three GPUs: results of both are verified, also those of grouped transfers."""
     fake_cupy.install(monkeypatch, gpus=3)
     monkeypatch.setattr(fake_cupy.Nccl, "unique", unique)
+    if unique is not None:  # joined as processes do
+        monkeypatch.setattr(nccl, "in_one_process", lambda comm: False)
     status, _, err, result = bench(
         capsys, tmp_path, "--threads", 3, *TINY, "-r", 1, "--collective", "all", "--peer", "nccl"
     )
     assert status == 0, err
+    assert fake_cupy.NcclCommunicator.destroyed == 3
     found = {(r["collective"], r["in_place"]) for r in result["rows"]}
     assert found == {(c, p) for c in _core.collectives for p in places(c)}
     for row in result["rows"]:
@@ -129,6 +132,26 @@ def test_compare(capsys, monkeypatch, tmp_path):
     assert {row["algorithm"] for row in result["rows"]} == {"ring", "direct_one_shot"}
     assert {row["mode"] for row in result["rows"]} == {"graph"}
     assert all(row["peers"][0]["ratio"] > 2 for row in result["rows"])
+
+
+def test_compare_leaves_out_what_the_engine_refuses(capsys, monkeypatch, tmp_path):
+    fake_cupy.install(monkeypatch)
+    right = cuda.Cuda.call
+
+    def refusing(self, bound):
+        if bound.kwargs.get("algorithm") == "double_binary_tree":
+            raise UnsupportedError("double_binary_tree uses 2 channels, of 1")
+        right(self, bound)
+
+    monkeypatch.setattr(cuda.Cuda, "call", refusing)
+    status, out, err, result = bench(capsys, tmp_path, "--threads", 2, *TINY, command="compare")
+    assert status == 0, err
+    assert "# note: without double_binary_tree: double_binary_tree uses 2 channels, of 1" in out
+    names = {row["algorithm"] for row in result["rows"]}
+    assert "ring" in names and "double_binary_tree" not in names
+    only = ("--only", "double_binary_tree")
+    status, _, err, _ = bench(capsys, tmp_path, "--threads", 2, *TINY, *only, command="compare")
+    assert status == 2 and "uses 2 channels" in err
 
 
 @pytest.mark.parametrize(

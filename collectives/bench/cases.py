@@ -109,6 +109,10 @@ class Memory(Protocol):
         """The elements of `array`."""
         ...
 
+    def set(self, array: Any, byte: int) -> None:
+        """Makes every byte of `array` this one."""
+        ...
+
     def given(self, array: Any) -> Any:
         """What a user would pass for `array`."""
         ...
@@ -122,6 +126,9 @@ class HostMemory:
 
     def reading(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
+
+    def set(self, array: Any, byte: int) -> None:
+        array.view(np.uint8)[:] = byte
 
     def given(self, array: Any) -> Any:
         return array
@@ -223,8 +230,7 @@ class Bound:
         """Input from the pattern, garbage where the output goes."""
         if self.case.collective == "barrier":
             return
-        with self.memory.writing(self.out) as out:
-            out.view(np.uint8)[:] = 1 if self.case.dtype == "bool" else _GARBAGE
+        self.memory.set(self.out, 1 if self.case.dtype == "bool" else _GARBAGE)
         case = self.case
         if case.collective == "broadcast" and self.rank != case.root:
             return
@@ -236,8 +242,7 @@ class Bound:
     def clear(self) -> None:
         """Zeros, which stay zeros however often they are combined: no overflow in a timed loop."""
         for array in (self.x, self.out):
-            with self.memory.writing(array) as values:
-                values[...] = 0
+            self.memory.set(array, 0)
 
     def wrong(self) -> int:
         """How many elements of the output are not what they must be."""

@@ -111,6 +111,12 @@ class Gpu:
             self.cupy.cuda.runtime.memcpyAsync(to, source, nbytes, kind, self.stream.ptr)
         self.stream.synchronize()
 
+    def set(self, to: int, byte: int, nbytes: int) -> None:
+        """Sets bytes and waits for the stream."""
+        if nbytes:
+            self.cupy.cuda.runtime.memsetAsync(to, byte, nbytes, self.stream.ptr)
+        self.stream.synchronize()
+
     def array(self, x: DeviceArray) -> Any:
         """The same memory as a cupy array, or `x` itself where cupy lacks its dtype."""
         if not len(x) or x.dtype.type.__module__.partition(".")[0] != "numpy":
@@ -160,6 +166,9 @@ class DeviceMemory:
         values = np.empty(len(array), array.dtype)
         self._gpu.copy(values.ctypes.data, array.pointer, values.nbytes, _TO_HOST)
         return values
+
+    def set(self, array: DeviceArray, byte: int) -> None:
+        self._gpu.set(array.pointer, byte, array.nbytes)
 
     def given(self, array: DeviceArray) -> Any:
         return self._gpu.array(array)

@@ -57,6 +57,42 @@ def share_id(comm: Communicator, nccl: Any) -> Any:
     return tuple(numbers) if is_tuple else bytes(numbers)
 
 
+def in_one_process(comm: Communicator) -> bool:
+    """True if the ranks are threads."""
+    return comm._bootstrap.kind == "threads"
+
+
+# Communicators of ranks that are threads, by the job of their bootstrap.
+_ends_of_threads: dict[str, list[Any]] = {}
+
+
+def join(comm: Communicator, nccl: Any, ordinal: int) -> Any:
+    """This rank's NCCL communicator. Collective.
+
+    Ranks that are threads get theirs from one of them: cupy holds Python's lock while NCCL waits
+    for the other ranks to join, which then never could.
+    """
+    if not in_one_process(comm):
+        return nccl.NcclCommunicator(comm.size, share_id(comm, nccl), comm.rank)
+    job = comm._bootstrap.job
+    ordinals = [int(b) for b in comm._bootstrap.all_gather(str(ordinal).encode())]
+    if comm.rank == 0:
+        _ends_of_threads[job] = nccl.NcclCommunicator.initAll(ordinals)
+    comm.barrier()
+    return _ends_of_threads[job][comm.rank]
+
+
+def leave(comm: Communicator, end: Any) -> None:
+    """Frees what `join` gave. Collective."""
+    if not in_one_process(comm):
+        end.destroy()
+        return
+    comm.barrier()
+    if comm.rank == 0:
+        for each in _ends_of_threads.pop(comm._bootstrap.job):
+            each.destroy()
+
+
 class NcclPeer:
     """The NCCL that cupy was built with. Collective to make.
 
@@ -78,12 +114,13 @@ class NcclPeer:
         except ImportError as error:
             nccl, why = None, str(error)
         else:
-            why = "" if nccl.available else "cupy is built without NCCL, or does not find it"
+            found = getattr(nccl, "available", True)
+            why = "" if found else "cupy is built without NCCL, or does not find it"
         words = told_by(comm, why)
         if words:
             raise UnsupportedError(f"--peer nccl: {words} (pip install nvidia-nccl-cu12, or cu13)")
         self._comm, self._backend, self._nccl = comm, backend, nccl
-        self._end = nccl.NcclCommunicator(comm.size, share_id(comm, nccl), comm.rank)
+        self._end = join(comm, nccl, backend.gpu.ordinal)
         number = dotted(int(nccl.get_version()), 10000, 100)
         self.version = f"NCCL {number}"
         backend.nccl_version = number
@@ -177,4 +214,4 @@ class NcclPeer:
 
     def close(self) -> None:
         self._backend.finish()
-        self._end.destroy()
+        leave(self._comm, self._end)

@@ -181,6 +181,10 @@ def _measure(
     mode = args.mode or bench.backend.modes[-1]
     ways = places(case.collective)
     in_place = ways[0] if args.out_of_place else ways[-1]
+    skipped = {} if args.only else _skipped(bench, case, algorithms, elements[-1], in_place)
+    algorithms = [name for name in algorithms if name not in skipped]
+    if not algorithms:
+        raise UnsupportedError("; ".join(skipped.values()))
     results = Results(case, algorithms)
     table, key = _table(algorithms, [p.name for p in bench.peers])
     if printing:
@@ -190,6 +194,7 @@ def _measure(
             f"node{'s' * (nodes > 1)}, transport {bench.backend.transport}"
         )
         notes = machine.warnings(comm, header["machine"]["cores"])
+        notes += [f"without {name}: {why}" for name, why in skipped.items()]
         for line in [*report.describe(header), *(f"note: {n}" for n in notes), *key]:
             print(f"# {line}")
         print(f"# times in us, * the fastest\n{table.header()}")
@@ -221,6 +226,23 @@ def _measure(
             peer_names = [p.name for p in bench.peers]
             print(table.row(_cells(results, nbytes, wrong, peer_names)), flush=True)
     return results
+
+
+def _skipped(
+    bench: Bench, case: Case, algorithms: Sequence[str], elements: int, in_place: bool
+) -> dict[str, str]:
+    """What the engine refuses, by name, with the reason: an algorithm with more channels than
+    `--max-blocks` allows, for example. Every rank is refused alike, before anything runs.
+    """
+    found = {}
+    for name in algorithms:
+        bound = bench.bound(case, name, elements, in_place)
+        bound.clear()
+        try:
+            bench.backend.call(bound)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
 
 
 def _table(algorithms: Sequence[str], peer_names: Sequence[str]) -> tuple[report.Table, list[str]]:
