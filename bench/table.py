@@ -1,14 +1,16 @@
-"""Writes the figures of bench/results/*.json into README.md and docs/benchmarks.md.
+"""Writes the figures of bench/results/*.json into README.md, docs/benchmarks.md and docs/gpu.md.
 
-    python bench/table.py              rewrites both
+    python bench/table.py              rewrites them
     python bench/table.py --check      status 1 if they are not up to date
 
-Each file `host-*.json` is one run of `python -m collectives bench --json FILE`. Between the markers
+Each file `host-*.json` or `gpu-*.json` is one run of `python -m collectives bench --json FILE`.
+Between markers such as
 
-    <!-- bench/table.py: summary -->  and  <!-- bench/table.py: all -->, each up to  <!-- end -->
+    <!-- bench/table.py: summary -->    up to    <!-- end -->
 
 go the tables. README.md gets one table for each number of ranks: float32 sum all_reduce in place on
-one host, algorithms chosen by size, loops in C++. docs/benchmarks.md gets a section for each run. A
+one host, algorithms chosen by size, loops in C++. docs/gpu.md gets the same of GPUs: out of place,
+in CUDA graphs. docs/benchmarks.md gets a section for each run. A
 ratio is a peer's time divided by ours of the same run, so runs are never compared with each other;
 where several runs have a row of the summary, our time there is their median. A run with a wrong
 element is refused.
@@ -23,9 +25,36 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGES = {ROOT / "README.md": "summary", ROOT / "docs" / "benchmarks.md": "all"}
+PAGES = [
+    (ROOT / "README.md", "summary"),
+    (ROOT / "docs" / "benchmarks.md", "all"),
+    (ROOT / "docs" / "benchmarks.md", "gpu all"),
+    (ROOT / "docs" / "gpu.md", "gpu summary"),
+]
 HOW = "make bench BENCH_ARGS='--peer mpi --json bench/results/NAME.json'"
-NONE = f"No results yet: `{HOW}`, then `python bench/table.py`."
+
+
+class Kind(NamedTuple):
+    """Which rows a summary is made of, and how.
+
+    rows    transport, device, mode, in place
+    digits  of a ratio
+    none    what stands there without results
+    """
+
+    rows: tuple[str, str, str, bool]
+    digits: int
+    none: str
+
+
+HOST = Kind(
+    ("shm", "cpu", "host", True), 1, f"No results yet: `{HOW}`, then `python bench/table.py`."
+)
+GPU = Kind(
+    ("cuda_ipc", "cuda", "graph", False),
+    2,
+    "No results yet: `bench/gpu.sh`, then `python bench/table.py`.",
+)
 
 
 class Run(NamedTuple):
@@ -39,14 +68,16 @@ class Run(NamedTuple):
     def plain(self) -> bool:
         """True for loops in C++ and algorithms that were chosen, not forced."""
         command = self.header["command"]
-        forced = re.search(r" (-a|--(python|algorithm|order))\b", command)
+        forced = re.search(r" (-a|--(python|algorithms?|order|max-blocks))\b", command)
         return " bench" in command and not forced
 
 
-def load(folder: Path) -> list[Run]:
-    """The runs of a folder. Raises ValueError for wrong results, or those that were not checked."""
+def load(folder: Path, kind: str = "host") -> list[Run]:
+    """The runs of a folder, those on "host" or on "gpu". Raises ValueError for wrong results, or
+    those that were not checked.
+    """
     runs = []
-    for path in sorted(folder.glob("host-*.json")):
+    for path in sorted(folder.glob(f"{kind}-*.json")):
         content = json.loads(path.read_text())
         for row in content["rows"]:
             if row["wrong"] or (row["wrong"] is None and row["collective"] != "barrier"):
@@ -89,24 +120,31 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 def machine(header: dict[str, Any]) -> str:
     """What a run depended on, in a line."""
     of, versions = header["machine"], header["versions"]
+    made = f"commit {header['commit']}, {header['date'][:10]}"
+    if "gpus" in of:
+        buses = {gpu.get("bus", i) for i, gpu in enumerate(of["gpus"])}
+        names = " and ".join(dict.fromkeys(gpu["name"] for gpu in of["gpus"]))
+        named = ("nvidia driver", "cuda driver", "cuda runtime of cupy", "nccl")
+        of_gpu = [f"{name} {versions[name]}" for name in named if name in versions]
+        settings = [f"{name}={value}" for name, value in header.get("settings", {}).items()]
+        return f"{len(buses)} x {names}; {', '.join(of_gpu + settings)}; {made}"
     exchange, pages = of["exchange_ns"], of["huge_pages"]
     near = f", cache line exchange {exchange:.0f} ns" if exchange else ""
     return (
         f"{of['cpu']}, {of['cores']} cores{near}; huge pages: {pages['ordinary']}, in shared "
-        f"memory: {pages['shared']}; Python {versions['python']}, numpy {versions['numpy']}; "
-        f"commit {header['commit']}, {header['date'][:10]}"
+        f"memory: {pages['shared']}; Python {versions['python']}, numpy {versions['numpy']}; {made}"
     )
 
 
-def summary(runs: list[Run]) -> list[str]:
-    """The tables of README.md."""
+def summary(runs: list[Run], wanted: Kind = HOST) -> list[str]:
+    """The tables of README.md, or of docs/gpu.md."""
     chosen: dict[int, dict[int, list[tuple[bool, dict[str, Any]]]]] = {}  # ranks -> bytes -> rows
     used: dict[str, Run] = {}
     for run in runs:
         for row in run.rows:
-            kind = (row["collective"], row["dtype"], row["op"], row["transport"], row["device"])
-            one_host = row["nodes"] == 1 and row["in_place"] and run.plain
-            if kind == ("all_reduce", "float32", "sum", "shm", "cpu") and one_host:
+            call = (row["collective"], row["dtype"], row["op"], row["nodes"])
+            kind = (row["transport"], row["device"], row["mode"], row["in_place"])
+            if call == ("all_reduce", "float32", "sum", 1) and kind == wanted.rows and run.plain:
                 at = chosen.setdefault(row["ranks"], {}).setdefault(row["bytes"], [])
                 at.append((row["symmetric"], row))
                 used[run.name] = run
@@ -132,30 +170,35 @@ def summary(runs: list[Run]) -> list[str]:
                     cells.append(time(statistics.median(values)) if values else "")
                     continue
                 ratios = [p["ratio"] for row in rows for p in row["peers"] if label(p) == name]
-                cells.append(f"{statistics.median(ratios):.1f}" if ratios else "")
+                cells.append(f"{statistics.median(ratios):.{wanted.digits}f}" if ratios else "")
             body.append(cells)
         lines += [*table(head, body), ""]
     if not lines:
-        return [NONE]
+        return [wanted.none]
     lines += [f"- {name}: {machine(run.header)}" for name, run in sorted(used.items())]
     return lines
 
 
-def everything(runs: list[Run]) -> list[str]:
-    """The sections of docs/benchmarks.md."""
+def everything(runs: list[Run], wanted: Kind = HOST) -> list[str]:
+    """The sections of docs/benchmarks.md for `runs`."""
     lines: list[str] = []
     for run in runs:
         command = re.sub(r" --json\S*", "", run.header["command"])
         lines += [f"### {run.name}", "", f"`{command}`", "", machine(run.header), ""]
+        if "note" in run.header:
+            lines += [run.header["note"], ""]
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in run.rows:
             keys = ("collective", "ranks", "nodes", "transport", "dtype", "op", "symmetric")
-            groups.setdefault((*(row[k] for k in keys), row["in_place"]), []).append(row)
+            groups.setdefault((*(row[k] for k in keys), row["mode"], row["in_place"]), []).append(
+                row
+            )
         for group, rows in groups.items():
-            collective, ranks, nodes, transport, dtype, op, symmetric, in_place = group
+            collective, ranks, nodes, transport, dtype, op, symmetric, mode, in_place = group
             what = [collective, f"{ranks} ranks", transport]
             what += [f"{nodes} nodes"] * (nodes > 1) + [dtype] + [op] * (op != "none")
             what += ["symmetric"] * symmetric + ["in place" if in_place else "out of place"]
+            what += {"graph": ["in a CUDA graph"], "stream": ["one by one"]}.get(mode, [])
             names = list(dict.fromkeys(label(p) for row in rows for p in row["peers"]))
             head = [
                 "size",
@@ -177,7 +220,7 @@ def everything(runs: list[Run]) -> list[str]:
                     cells += [time(peer["time_us"]), f"{peer['ratio']:.2f}"] if peer else ["", ""]
                 body.append(cells)
             lines += [f"**{', '.join(what)}**", "", *table(head, body), ""]
-    return lines[:-1] if lines else [NONE]
+    return lines[:-1] if lines else [wanted.none]
 
 
 def filled(text: str, kind: str, lines: list[str]) -> str:
@@ -191,10 +234,15 @@ def filled(text: str, kind: str, lines: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    runs = load(RESULTS)
-    blocks = {"summary": summary(runs), "all": everything(runs)}
+    hosts, gpus = load(RESULTS), load(RESULTS, "gpu")
+    blocks = {
+        "summary": summary(hosts),
+        "all": everything(hosts),
+        "gpu summary": summary(gpus, GPU),
+        "gpu all": everything(gpus, GPU),
+    }
     status = 0
-    for path, kind in PAGES.items():
+    for path, kind in PAGES:
         old = path.read_text()
         new = filled(old, kind, blocks[kind])
         if arguments == ["--check"]:
@@ -203,7 +251,7 @@ def main(arguments: list[str]) -> int:
                 status = 1
         elif new != old:
             path.write_text(new)
-            print(f"{path.name}: written from {len(runs)} runs")
+            print(f"{path.name}: {kind} written")
     return status
 
 

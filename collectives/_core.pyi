@@ -310,6 +310,10 @@ class Communicator:
         else. Algorithm -1 is the core's own choice.
         """
     def close(self) -> None: ...
+    def enter_device_call(self) -> None:
+        """Tells peers that a call is put on the GPU; raises what a peer told."""
+    def look(self) -> None:
+        """Raises what a peer told."""
     def abort(self, reason: str, /) -> None: ...
     def post_send(
         self, peer: int, tag: int, dtype: int, data: int, bytes: int, background: bool, /

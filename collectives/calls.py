@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from .array import View, finish, new_like
-from .device import DeviceEngine, DeviceWork, device_of, view
+from .array import Stream, View, finish, new_like, stream_of
+from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
 from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .tuning import ANY_SIZE, Tuner, known_algorithm
@@ -47,6 +47,7 @@ class Calls:
     rank: int
     size: int
     nodes: list[int]
+    max_blocks: int
 
     # The core's end, and its functions: see `Communicator.caller` in _core.pyi.
     _core: Core
@@ -154,6 +155,7 @@ class Calls:
         algorithm: str | None = None,
         order: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
         result: Callable[[], Any],
         keep: tuple[Any, ...] = (),
     ) -> Any:
@@ -164,6 +166,11 @@ class Calls:
         if order not in ORDERS:
             raise ValueError(f"order={order!r}; known: 'any', 'rank'")
         device = device_of(collective, source, target)
+        if stream is not None and device == "cpu":
+            raise ArrayError(
+                f"{collective}: stream= orders calls on arrays on a GPU, and these are on the "
+                "host; leave it out"
+            )
         arguments = (
             COLLECTIVES[collective],
             DTYPES[dtype],
@@ -181,15 +188,20 @@ class Calls:
         )
         if device != "cpu":
             views = [v for v in (target, source) if v is not None]
+            put_on = None if stream is None else stream_of(stream, collective)
             start = partial(
-                self._run_on_device, device, collective, arguments, root, nbytes, algorithm, views
-            )
+                self._run_on_device,
+                device, collective, arguments, root, nbytes, algorithm, views, put_on,
+            )  # fmt: skip
+            ended = result
+            if any(v.stream is None for v in views):  # jax: hand out what is written already
+                ended = partial(self._ended, device, result)
             if self._group is not None:
-                return self._group.add(lambda: (start(), result())[1])
+                return self._group.add(lambda: (start(), ended())[1])
             start()
             if async_op:
                 return DeviceWork(self._engine(device), result, (source, target, *keep))
-            return result()
+            return ended()
         if self._group is not None:
 
             def run(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
@@ -223,13 +235,20 @@ class Calls:
                     f"the host; pass all on the same side ({error})",
                     rank=self.rank,
                 ) from error
-            self._device = DeviceEngine(self._bootstrap, self.nodes, int(number))
+            self._device = DeviceEngine(
+                self._bootstrap, self._core, self.nodes, int(number), self.max_blocks
+            )
         if kind != "cuda" or int(number) != self._device.device:
             raise ArrayError(
                 f"the array is on {device}, and rank {self.rank} of this communicator works on "
                 f"cuda:{self._device.device}; move it there"
             )
         return self._device
+
+    def _device_algorithm(self, collective: str, nbytes: int) -> str:
+        """The algorithm that serves a call on device arrays by itself; "" for a barrier."""
+        rule = self._tuner.rule(collective, nbytes)
+        return rule.algorithm if rule else device_algorithm(collective, nbytes, self.size)
 
     def _run_on_device(
         self,
@@ -240,25 +259,42 @@ class Calls:
         nbytes: int,
         algorithm: str | None,
         views: Sequence[View],
+        put_on: Stream | None,
     ) -> None:
         engine = self._engine(device)
+        self._check_stream(put_on, engine, collective)
         if views and nbytes >= ANY_PAIR:
             raise UnsupportedError(
                 "all_to_all_v on device arrays is not there yet: pad the blocks and use "
                 "all_to_all, or pass copies on the host"
             )
         if algorithm is None or algorithm == "auto":
-            rule = self._tuner.rule(collective, nbytes)
-            algorithm = rule.algorithm if rule else device_algorithm(collective, nbytes, self.size)
+            algorithm = self._device_algorithm(collective, nbytes)
         if algorithm:
             self._intern(algorithm, collective, root)
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        stream = next((v.stream for v in views if v.stream is not None), 0)
+        if put_on is not None:
+            stream = put_on.handle
+        else:
+            stream = next((v.stream for v in views if v.stream is not None), 0)
         engine.run(self._core, arguments, algorithm, stream)
 
-    def _barrier_on(self, stream: int, async_op: bool) -> Any:
+    def _check_stream(self, stream: Stream | None, engine: DeviceEngine, collective: str) -> None:
+        if stream is not None and stream.ordinal not in (None, engine.device):
+            raise ArrayError(
+                f"{collective}: stream= is a stream of cuda:{stream.ordinal}, and rank {self.rank} "
+                f"works on cuda:{engine.device}; pass a stream of that GPU",
+                rank=self.rank,
+            )
+
+    def _ended(self, device: str, result: Callable[[], Any]) -> Any:
+        """`result()` once the calls on the GPU have ended; raises what went wrong in them."""
+        wait_for(self._engine(device), None)
+        return result()
+
+    def _barrier_on(self, stream: Stream, async_op: bool) -> Any:
         self._check_open()
         if self._device is None:
             raise UnsupportedError(
@@ -266,7 +302,8 @@ class Calls:
                 f"{self.rank} does not know its GPU yet"
             )
         arguments = (COLLECTIVES["barrier"], 0, 0, 0, 0, 0, 0, None, None, 0, 0, 1.0, 0.0)
-        self._device.run(self._core, arguments, "", stream)
+        self._check_stream(stream, self._device, "barrier")
+        self._device.run(self._core, arguments, "", stream.handle)
         return DeviceWork(self._device, lambda: None, None) if async_op else None
 
     def _in_out(

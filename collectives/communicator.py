@@ -21,7 +21,7 @@ from .bootstrap import Bootstrap, detect
 from .calls import integer
 from .config import Settings
 from .connect import connect
-from .device import DeviceEngine, wait_for
+from .device import DeviceEngine, checked_blocks, wait_for
 from .errors import ClosedError, DeadlineError, UnsupportedError
 from .flight_recorder import dump_when_told, write_dump
 from .group import Group
@@ -44,6 +44,7 @@ class Communicator(Reductions, Movements, PointToPoint):
     node, nodes              index of this rank's node, and the node of every rank
     local_rank, local_size   the same within the node
     transports               what carries data: "threads", "shm", "mpi", "shm+mpi" or "self"
+    max_blocks               bound for the thread blocks of calls on device arrays; 0: none
 
     Every collective is called by all ranks, in the same order and with matching arguments; a
     mismatch raises MismatchError on all of them before anything is written. One thread at a time.
@@ -56,16 +57,19 @@ class Communicator(Reductions, Movements, PointToPoint):
         *,
         nodes: Sequence[int] | None = None,
         device: int | None = None,
+        max_blocks: int = 0,
     ) -> None:
         """Use `init` and the other constructors; collective over the bootstrap, which the
         communicator owns from here on.
 
-        device  this rank's GPU, if the GPU engine is to be set up now rather than by the first
-                call on device arrays
+        device      this rank's GPU, if the GPU engine is to be set up now rather than by the first
+                    call on device arrays
+        max_blocks  thread blocks that a call on device arrays may take at most: see `init`
         """
         settings = settings or Settings()
         dump_when_told(settings.dump)
         try:
+            self.max_blocks = checked_blocks(max_blocks)
             connection = connect(bootstrap, settings, nodes)
         except BaseException:
             bootstrap.close()
@@ -94,16 +98,24 @@ class Communicator(Reductions, Movements, PointToPoint):
         table = self._table("all_reduce")
         self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:
-            self._device = DeviceEngine(bootstrap, self.nodes, device)
+            self._device = DeviceEngine(bootstrap, self._core, self.nodes, device, self.max_blocks)
 
     def split(
-        self, color: int | None = None, key: int = 0, *, by: str | None = None
+        self,
+        color: int | None = None,
+        key: int = 0,
+        *,
+        by: str | None = None,
+        max_blocks: int | None = None,
     ) -> Communicator | None:
         """New communicators of the ranks with equal `color`, ordered by `key`, then rank.
         Collective.
 
-        color None: this rank gets none (None is returned). by="node": one for each node.
+        color       None: this rank gets none (None is returned)
+        by          "node": one for each node
+        max_blocks  see `init`; this communicator's bound unless given
         """
+        bound = self.max_blocks if max_blocks is None else checked_blocks(max_blocks)
         if by is not None:
             if by != "node":
                 raise ValueError(f"by={by!r}; only 'node' is known")
@@ -123,20 +135,25 @@ class Communicator(Reductions, Movements, PointToPoint):
             self._bootstrap.subgroup(members, name),
             self._settings,
             nodes=self._nodes_of(members),
+            max_blocks=bound,
         )
 
     @classmethod
-    def from_mpi(cls, comm: Any, *, timeout: float | None = None) -> Communicator:
+    def from_mpi(
+        cls, comm: Any, *, timeout: float | None = None, max_blocks: int = 0
+    ) -> Communicator:
         """The communicator of the ranks of an mpi4py communicator (or of a part of one). Collective
-        over it.
+        over it. Arguments as for `init`.
         """
-        return cls(detect(comm, timeout=timeout), Settings())
+        return cls(detect(comm, timeout=timeout), Settings(), max_blocks=max_blocks)
 
-    def duplicate(self) -> Communicator:
+    def duplicate(self, *, max_blocks: int | None = None) -> Communicator:
         """A communicator of the same ranks whose calls never mix with this one's: for another
         thread, or a library. Collective.
+
+        max_blocks  see `init`; this communicator's bound unless given
         """
-        twin = self.split(0, self.rank)
+        twin = self.split(0, self.rank, max_blocks=max_blocks)
         assert twin is not None
         return twin
 
@@ -171,7 +188,12 @@ class Communicator(Reductions, Movements, PointToPoint):
             )
 
         def build(bootstrap: Bootstrap, members: list[int]) -> Communicator:
-            return Communicator(bootstrap, self._settings, nodes=self._nodes_of(members))
+            return Communicator(
+                bootstrap,
+                self._settings,
+                nodes=self._nodes_of(members),
+                max_blocks=self.max_blocks,
+            )
 
         made, members = self._shrinking.run(seconds, build, self._bootstrap.timeout)
         if len(members) < self.size and not self._core.broken:

@@ -8,6 +8,7 @@ the host waits for nothing. What goes wrong in a kernel raises at the next call,
 from __future__ import annotations
 
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .bootstrap import Bootstrap, host_key
-from .errors import ArrayError, CollectiveError, DeadlineError, UnsupportedError
+from .errors import (
+    AbortedError,
+    ArrayError,
+    CollectiveError,
+    DeadlineError,
+    MismatchError,
+    PeerDiedError,
+    UnsupportedError,
+)
 from .work import Work
 
 if TYPE_CHECKING:
@@ -41,25 +50,47 @@ def device_of(what: str, source: View | None, target: View | None) -> str:
     return source.device
 
 
+def checked_blocks(max_blocks: Any) -> int:
+    """`max_blocks` as an int; raises TypeError or ValueError if it is no bound."""
+    try:
+        bound = operator.index(max_blocks)
+    except TypeError:
+        raise TypeError(f"max_blocks must be an integer, not {max_blocks!r}") from None
+    if bound < 0:
+        raise ValueError(f"max_blocks must be 0 (as many as help) or more, not {bound}")
+    return bound
+
+
 class DeviceEngine:
     """The GPU half of a rank. Making one is collective over the bootstrap.
 
+    host        the rank's end on the host, which hears first what other ranks tell
     device      ordinal of this rank's GPU
-    max_blocks  thread blocks that its kernels may take at most; 0: as many as help
+    max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
+                bound of all ranks counts.
 
     Raises UnsupportedError on all ranks, in words, where GPUs cannot reach each other's memory.
     """
 
     def __init__(
-        self, bootstrap: Bootstrap, nodes: Sequence[int], device: int, max_blocks: int = 0
+        self,
+        bootstrap: Bootstrap,
+        host: Core,
+        nodes: Sequence[int],
+        device: int,
+        max_blocks: int = 0,
     ) -> None:
+        self.host = host
         self.device = device
         self._bootstrap = bootstrap
         self._defined: set[tuple[str, str, int]] = set()
         count, why = _core.device_count()
         if count and not 0 <= device < count:
             why = f"there is no GPU {device}: this process sees {count}"
-        infos = self._agree("has no GPU", why, host=host_key(), pid=os.getpid(), device=device)
+        infos = self._agree(
+            "has no GPU", why, host=host_key(), pid=os.getpid(), device=device, bound=max_blocks
+        )
+        max_blocks = min((i["bound"] for i in infos if i["bound"]), default=0)
         if len({i["host"] for i in infos}) > 1:
             raise UnsupportedError(
                 "device arrays: the ranks are on several hosts, and the GPU engine works within "
@@ -115,13 +146,29 @@ class DeviceEngine:
             self._defined.add((algorithm, collective, root))
 
     def run(self, comm: Core, arguments: tuple[Any, ...], algorithm: str, stream: int) -> None:
-        self.core.run(comm, arguments, algorithm, stream)
+        """Puts a call on `stream`. Raises what a peer told on the host, after ending the kernels
+        that wait for it.
+        """
+        try:
+            self.core.run(comm, arguments, algorithm, stream)
+        except (MismatchError, AbortedError, PeerDiedError) as error:
+            self.core.abort(str(error))
+            raise
+
+    def _look(self) -> None:
+        """The same while the host waits for the GPU."""
+        try:
+            self.host.look()
+        except CollectiveError as error:
+            self.core.abort(str(error))
+            raise
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for all calls so far; False if they have not ended after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = 0.0
         while not self.core.idle():
+            self._look()
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(pause)

@@ -1,4 +1,7 @@
-"""The collectives that move arrays without combining them."""
+"""The collectives that move arrays without combining them.
+
+`stream=` is that of `all_reduce`: for arrays on a GPU, the CUDA stream that the call is put on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from .array import View, check_overlap, from_pointer, is_immutable, new_like, overlap
+from .array import (
+    View,
+    check_overlap,
+    from_pointer,
+    is_immutable,
+    new_like,
+    overlap,
+    stream_of,
+)
 from .calls import ANY_PAIR, Calls
 from .device import view
 from .errors import ArrayError
@@ -18,7 +29,13 @@ class Movements(Calls):
     """broadcast, the gathers, the scatters, all_to_all and barrier of a communicator."""
 
     def broadcast(
-        self, x: Any, root: int = 0, *, algorithm: str | None = None, async_op: bool = False
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Copies the array of `root` into x on every rank (a new array where x is immutable).
         Returns it.
@@ -41,12 +58,19 @@ class Movements(Calls):
             nbytes=source.nbytes,
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
 
     def all_gather(
-        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Joins the arrays of all ranks, in rank order, on every rank.
 
@@ -78,6 +102,7 @@ class Movements(Calls):
             nbytes=target.nbytes,
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
@@ -90,6 +115,7 @@ class Movements(Calls):
         out: Any = None,
         algorithm: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """`all_gather` of arrays whose first axes differ in length.
 
@@ -126,6 +152,7 @@ class Movements(Calls):
             nbytes=target.nbytes,
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
@@ -138,9 +165,10 @@ class Movements(Calls):
         out: Any = None,
         algorithm: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """`all_gather` whose result only `root` gets; the others get None."""
-        return self._gather("gather", x, root, None, out, algorithm, async_op)
+        return self._gather("gather", x, root, None, out, algorithm, async_op, stream)
 
     def gather_v(
         self,
@@ -151,6 +179,7 @@ class Movements(Calls):
         out: Any = None,
         algorithm: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """`all_gather_v` whose result only `root` gets; the others get None."""
         source = view(x, writable=False, what="gather_v: x")
@@ -164,7 +193,7 @@ class Movements(Calls):
             raise ArrayError(
                 f"gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
             )
-        return self._gather("gather_v", x, root, lengths, out, algorithm, async_op)
+        return self._gather("gather_v", x, root, lengths, out, algorithm, async_op, stream)
 
     def _gather(
         self,
@@ -175,6 +204,7 @@ class Movements(Calls):
         out: Any,
         algorithm: str | None,
         async_op: bool,
+        stream: Any,
     ) -> Any:
         root = self._root(root)
         source = view(x, writable=False, what=f"{what}: x")
@@ -208,6 +238,7 @@ class Movements(Calls):
             nbytes=total * itemsize,
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
@@ -220,6 +251,7 @@ class Movements(Calls):
         out: Any = None,
         algorithm: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Splits the array of `root` along its first axis; every rank gets its block.
 
@@ -227,7 +259,7 @@ class Movements(Calls):
         out  where the block goes, shape (k, ...); needed on all ranks but root, which do not know
              shape and dtype otherwise
         """
-        return self._scatter("scatter", x, root, None, out, algorithm, async_op)
+        return self._scatter("scatter", x, root, None, out, algorithm, async_op, stream)
 
     def scatter_v(
         self,
@@ -238,9 +270,12 @@ class Movements(Calls):
         out: Any = None,
         algorithm: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """`scatter` with blocks of `counts[r]` rows for rank r; equal `counts` on all ranks."""
-        return self._scatter("scatter_v", x, root, self._counts(counts), out, algorithm, async_op)
+        return self._scatter(
+            "scatter_v", x, root, self._counts(counts), out, algorithm, async_op, stream
+        )
 
     def _scatter(
         self,
@@ -251,6 +286,7 @@ class Movements(Calls):
         out: Any,
         algorithm: str | None,
         async_op: bool,
+        stream: Any,
     ) -> Any:
         root = self._root(root)
         if self.rank == root:
@@ -307,12 +343,19 @@ class Movements(Calls):
             nbytes=total * _core.itemsizes[target.dtype],
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
 
     def all_to_all(
-        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Sends block d of x to rank d; block s of the result came from rank s.
 
@@ -347,6 +390,7 @@ class Movements(Calls):
             nbytes=source.nbytes,
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer, copy),
         )
@@ -360,6 +404,7 @@ class Movements(Calls):
         out: Any = None,
         algorithm: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """`all_to_all` with send_counts[d] rows of x for rank d.
 
@@ -396,21 +441,22 @@ class Movements(Calls):
             nbytes=ANY_PAIR,
             algorithm=algorithm,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
 
     def barrier(
-        self, *, algorithm: str | None = None, async_op: bool = False, stream: int | None = None
+        self, *, algorithm: str | None = None, async_op: bool = False, stream: Any = None
     ) -> Any:
         """Returns when all ranks have called it.
 
-        stream  a CUDA stream, as an integer: what is put on it after this call runs once the
-                streams of all ranks have come this far; the host does not wait. Needs device arrays
-                before, or run_threads(devices=...).
+        stream  a CUDA stream, an object or a handle: what is put on it after this call runs once
+                the streams of all ranks have come this far; the host does not wait. Needs device
+                arrays before, or run_threads(devices=...).
         """
         if stream is not None:
-            return self._barrier_on(stream, async_op)
+            return self._barrier_on(stream_of(stream, "barrier"), async_op)
         return self._run(
             "barrier", None, None, algorithm=algorithm, async_op=async_op, result=lambda: None
         )

@@ -25,6 +25,7 @@ class Reductions(Calls):
         algorithm: str | None = None,
         order: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Combines the arrays of all ranks element by element; every rank gets the result.
 
@@ -36,6 +37,9 @@ class Reductions(Calls):
         order      "rank": contributions are summed in rank order, left to right, whatever the
                    algorithm
         async_op   returns a Work at once
+        stream     for arrays on a GPU, the CUDA stream that the call is put on: an object of cupy,
+                   torch or another library, or its handle as an integer. The current stream of the
+                   array's library otherwise.
 
         Returns the result array. Raises MismatchError on all ranks if they disagree,
         UnsupportedError for an op that the dtype lacks or an algorithm that cannot run here,
@@ -48,6 +52,7 @@ class Reductions(Calls):
             and op == "sum"
             and self._group is None
             and factor is None
+            and stream is None
         ):
             # Loaded before it is called: as a method CPython would look it up in all bases first,
             # which takes 12 of 230 ns.
@@ -72,6 +77,7 @@ class Reductions(Calls):
             and source.nbytes < PACK_BELOW
             and source.device == "cpu"
             and op != "premul_sum"
+            and stream is None
         ):
             return self._group.add_all_reduce(source, target, op, result)
         return self._run(
@@ -85,6 +91,7 @@ class Reductions(Calls):
             algorithm=algorithm,
             order=order,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
@@ -100,6 +107,7 @@ class Reductions(Calls):
         algorithm: str | None = None,
         order: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Combines the arrays of all ranks; `root` gets the result, in `out`, else in x. Others get
         None, their x is only read.
@@ -129,6 +137,7 @@ class Reductions(Calls):
             algorithm=algorithm,
             order=order,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
@@ -143,6 +152,7 @@ class Reductions(Calls):
         algorithm: str | None = None,
         order: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """Combines the arrays of all ranks; each rank gets one block of the result.
 
@@ -176,6 +186,7 @@ class Reductions(Calls):
             algorithm=algorithm,
             order=order,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )
@@ -191,6 +202,7 @@ class Reductions(Calls):
         algorithm: str | None = None,
         order: str | None = None,
         async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """`reduce_scatter` with blocks of `counts[r]` elements of the flat x for rank r; equal
         `counts` on all ranks. `out` may be this rank's own block of x.
@@ -215,6 +227,7 @@ class Reductions(Calls):
             algorithm=algorithm,
             order=order,
             async_op=async_op,
+            stream=stream,
             result=result,
             keep=(x, buffer),
         )

@@ -13,24 +13,27 @@ from .config import Settings
 from .errors import CollectiveError
 
 
-def init(source: Any = None, *, timeout: float | None = None) -> Communicator:
+def init(source: Any = None, *, timeout: float | None = None, max_blocks: int = 0) -> Communicator:
     """The communicator of all ranks of this job. Collective.
 
-    source   how ranks find each other; by itself this finds mpirun, torchrun, `python -m
-             collectives run`, or a world of one. Otherwise an mpi4py communicator, a Bootstrap, or
-             "mpi", "tcp", "torchrun", "solo".
-    timeout  seconds that any wait lasts at most (COLLECTIVES_TIMEOUT, else 300)
+    source      how ranks find each other; by itself this finds mpirun, torchrun, `python -m
+                collectives run`, or a world of one. Otherwise an mpi4py communicator, a Bootstrap,
+                or "mpi", "tcp", "torchrun", "solo".
+    timeout     seconds that any wait lasts at most (COLLECTIVES_TIMEOUT, else 300)
+    max_blocks  thread blocks that a call on device arrays may take at most, and so an upper bound
+                for the multiprocessors that it takes from other kernels; 0: as many as help. Where
+                ranks differ, the smallest bound counts for all.
 
     Raises BootstrapError or DeadlineError in words if ranks are missing, come twice or belong to
     another job.
     """
     settings = Settings()
-    return Communicator(detect(source, timeout=timeout), settings)
+    return Communicator(detect(source, timeout=timeout), settings, max_blocks=max_blocks)
 
 
-def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
+def from_mpi(comm: Any, *, timeout: float | None = None, max_blocks: int = 0) -> Communicator:
     """The same as `Communicator.from_mpi`."""
-    return Communicator.from_mpi(comm, timeout=timeout)
+    return Communicator.from_mpi(comm, timeout=timeout, max_blocks=max_blocks)
 
 
 def run_threads(
@@ -40,15 +43,17 @@ def run_threads(
     nodes: Sequence[int] | None = None,
     devices: Sequence[int] | None = None,
     timeout: float | None = None,
+    max_blocks: int = 0,
 ) -> list[Any]:
     """Runs fn(comm, *args) on n ranks that are threads of this process; returns their results in
     rank order.
 
-    nodes    node of each rank, to try the algorithms for several nodes
-    devices  GPUs that the ranks work on, in turn, so that [0] is one for all. Ranks that share a
-             GPU need a stream each (not the default one). Sets CUDA_DEVICE_MAX_CONNECTIONS and
-             CUDA_MODULE_LOADING unless they are set, which works only before CUDA is used.
-    timeout  seconds that any wait lasts at most
+    nodes       node of each rank, to try the algorithms for several nodes
+    devices     GPUs that the ranks work on, in turn, so that [0] is one for all. Ranks that share a
+                GPU need a stream each (not the default one). Sets CUDA_DEVICE_MAX_CONNECTIONS and
+                CUDA_MODULE_LOADING unless they are set, which works only before CUDA is used.
+    timeout     seconds that any wait lasts at most
+    max_blocks  of the communicators: see `init`
 
     The first exception of any rank is raised, after the others were told and have ended.
     """
@@ -71,7 +76,9 @@ def run_threads(
         comm = None
         try:
             device = devices[rank % len(devices)] if devices is not None else None
-            comm = Communicator(ends[rank], settings, nodes=nodes, device=device)
+            comm = Communicator(
+                ends[rank], settings, nodes=nodes, device=device, max_blocks=max_blocks
+            )
             results[rank] = fn(comm, *args)
         except BaseException as error:  # handed to the caller below, whatever it is
             errors[rank] = error

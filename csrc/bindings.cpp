@@ -431,6 +431,8 @@ PYBIND11_MODULE(_core, m) {
       .def("define", &Communicator::define)
       .def("caller", &make_caller)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("enter_device_call", &Communicator::enter_device_call)
+      .def("look", &Communicator::look)
       .def("abort", &Communicator::abort)
       .def(
           "post_send",
@@ -498,7 +500,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("one_shot_max", &DeviceCommunicator::one_shot_max)
       // `arguments`: what Communicator's own calls take; its algorithm is named apart.
       .def("run",
-           [](DeviceCommunicator& device, const Communicator& comm, const py::tuple& arguments,
+           [](DeviceCommunicator& device, Communicator& comm, const py::tuple& arguments,
               const std::string& algorithm, std::uintptr_t stream) {
              Call call;
              Communicator::Options numbers;
@@ -512,6 +514,7 @@ PYBIND11_MODULE(_core, m) {
              options.factor[1] = numbers.factor[1];
              // A launch can wait for room in the stream's queue, and so for another thread's rank.
              py::gil_scoped_release release;
+             comm.enter_device_call();
              device.run(call, options, stream);
            })
       .def("check", &DeviceCommunicator::check)

@@ -285,6 +285,7 @@ void Communicator::run(const Call& call, const Options& options) {
     return;
   }
   Busy busy(busy_);
+  ++issued_;
   execute(call, options);
 }
 
@@ -489,6 +490,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
 
 std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
+  ++issued_;
   auto work = std::make_shared<Work>();
   std::lock_guard lock(queue_mutex_);
   queued_.fetch_add(1, std::memory_order_relaxed);

@@ -123,6 +123,12 @@ class Communicator : public Watch {
                           const std::vector<std::string>& handles);
   void release_segment(std::uint64_t id);
 
+  // Before a call is put on the GPU: tells the peers, which may wait for this rank in a call on
+  // host arrays (see check_devices). Throws what a peer told.
+  void enter_device_call();
+  // Throws what a peer told, and nothing else: for whoever waits for the GPU.
+  void look();
+
   void abort(const std::string& reason);
   // Leaves the group: later calls raise, peers that wait for this rank are told.
   void close();
@@ -209,6 +215,7 @@ class Communicator : public Watch {
   std::uint64_t agree(const Signature& signature, std::uint64_t hash, std::uint64_t amount);
   const Lowered& lowered(const ProgramKey& key);
   Signature sign(const Call& call, const Options& options) const;
+  void check_devices(int q);
   void check_open() const;
   void worker();
   void wake_worker();
@@ -236,7 +243,8 @@ class Communicator : public Watch {
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
-  std::uint64_t calls_ = 0;
+  std::uint64_t calls_ = 0;   // begun
+  std::uint64_t issued_ = 0;  // begun or queued
 
   // The last call's signature: programs repeat calls, and hashing takes as long as a cache line
   // takes to cross.

@@ -90,14 +90,46 @@ void Communicator::raise_told(const std::string& doing) {
   const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
   const std::string text = config_.region->abort_reason() + (" (" + doing + ")");
   give_up(text);
-  // A death is a death for everybody; other reasons are the other rank's own.
+  // A death is a death for everybody, and so is a mismatch; other reasons are the other rank's own.
   const auto kind = static_cast<ErrorKind>(word >> kKindShift);
-  if (kind != ErrorKind::peer_died)
-    throw Error(ErrorKind::aborted, text, numbers_[(word & 0xffff) - 1]);
+  const bool common = kind == ErrorKind::peer_died || kind == ErrorKind::mismatch;
+  if (!common) throw Error(ErrorKind::aborted, text, numbers_[(word & 0xffff) - 1]);
   int dead = -1;
-  for (int q = 0; q < config_.region->shape().nranks && dead < 0; ++q)
-    if (liveness_->dead(q)) dead = numbers_[q];
+  if (kind == ErrorKind::peer_died)
+    for (int q = 0; q < config_.region->shape().nranks && dead < 0; ++q)
+      if (liveness_->dead(q)) dead = numbers_[q];
   throw Error(kind, text, dead);
+}
+
+void Communicator::enter_device_call() {
+  look();
+  if (!config_.region) return;
+  DeviceCalls& mine = config_.region->rank(config_.local_of[config_.rank]).device;
+  mine.after.store(issued_, std::memory_order_relaxed);
+  // Publishes `after`: whoever sees this call sees how many calls on host arrays came before it.
+  mine.count.store(mine.count.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+void Communicator::look() {
+  if (broken_) throw Error(ErrorKind::aborted, broken_reason());
+  if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " works on its GPU");
+}
+
+// Ranks that make the same calls in the same order put their k-th call on the GPU after the same
+// number of calls on host arrays. This rank is in call `calls_` on host arrays and has put fewer
+// calls on its GPU than rank q, which had made fewer than `calls_` on host arrays then: so q's next
+// call after the common ones is on the GPU, and this rank's is this one. Neither would ever meet.
+void Communicator::check_devices(int q) {
+  const DeviceCalls& mine = config_.region->rank(config_.local_of[config_.rank]).device;
+  const DeviceCalls& his = config_.region->rank(q).device;
+  const std::uint64_t count = his.count.load(std::memory_order_acquire);
+  if (count <= mine.count.load(std::memory_order_relaxed) ||
+      his.after.load(std::memory_order_relaxed) >= calls_)
+    return;
+  fail(ErrorKind::mismatch, "rank " + std::to_string(config_.rank) + " calls with arrays on the " +
+                                "host (" + last_.signature.describe() + "), rank " +
+                                std::to_string(numbers_[q]) +
+                                " with arrays on its GPU; pass all on the same side");
 }
 
 void Communicator::enter_slow() {
@@ -155,6 +187,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
   const int n = config_.region->shape().nranks, me = config_.local_of[config_.rank];
   for (int q = 0; q < n; ++q) {
     if (q == me) continue;
+    check_devices(q);
     const std::string name = "rank " + std::to_string(numbers_[q]);
     if (liveness_->left(q)) {
       // What it did before it closed is visible by now; only the second look can conclude that

@@ -363,7 +363,9 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
     c.output = reinterpret_cast<unsigned char*>(call.output);
     c.bytes = bytes;
     const std::uint64_t threads = (bytes + 7) / 8;
-    const int most = std::min(kOneShotBlocks, blocks * (config.sharing > 1 ? 1 : 2));
+    // Small blocks: two are resident where the interpreter has one, but a bound is a bound.
+    const bool once = config.sharing > 1 || config.max_blocks > 0;
+    const int most = std::min(kOneShotBlocks, blocks * (once ? 1 : 2));
     const int grid =
         static_cast<int>(std::min<std::uint64_t>(most, (threads + kThreads - 1) / kThreads));
     check_cuda(static_cast<cudaError_t>(launch_one_shot(c, grid, used)), "launching a kernel");

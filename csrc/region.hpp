@@ -64,6 +64,13 @@ struct alignas(128) Counter {
   std::atomic<std::uint64_t> value;
 };
 
+// Calls that a rank has put on its GPU, and how many calls on host arrays it had made when it put
+// the last of them there. `after` is written first.
+struct alignas(128) DeviceCalls {
+  std::atomic<std::uint64_t> count;
+  std::atomic<std::uint64_t> after;
+};
+
 struct alignas(128) FifoControl {
   std::atomic<std::uint64_t> released;  // written by the receiver: messages it has taken out
 };
@@ -90,6 +97,7 @@ struct alignas(128) RankArea {
   Counter collected;  // result chunks of everybody that I have consumed
   Counter left;       // calls on symmetric buffers that I have finished
   Counter bench;      // cache_line_exchange()
+  DeviceCalls device;
   alignas(128) Line lines[2][kLines];
 };
 

@@ -22,6 +22,7 @@ import pytest
 import collectives
 from collectives import Communicator, _core, cli, drawing, run_threads
 from collectives.bench import cases, measuring, report, timing
+from collectives.bench.backends import Host
 from collectives.bench.cases import Case, places
 from collectives.cli import _common, _progress, _ranks, compare
 from collectives.schedule import why_unsupported
@@ -284,7 +285,7 @@ def test_a_broken_reduction_is_found(capsys, monkeypatch, tmp_path):
 
 def _verify_all(comm, case, elements):
     """Wrong elements of each way: as it is, and with one element changed on every rank."""
-    bench = measuring.Bench(comm, elements * case.itemsize, timing.Effort(iterations=1))
+    bench = measuring.Bench(Host(comm), elements * case.itemsize, timing.Effort(iterations=1))
     found = []
     for in_place in places(case.collective):
         bound = bench.bound(case, "auto", elements, in_place)

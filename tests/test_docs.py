@@ -7,7 +7,8 @@ what they need:
     <!-- continue -->     the next block goes on where the one before ended
     <!-- no test -->      the next block does not run
 
-Commands in indented blocks that begin with `python -m collectives` run as well.
+Commands in indented blocks that begin with `python -m collectives` run as well; those for GPUs end,
+where there is none, with the words for that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 import pytest
 
+from collectives import _core
 from collectives.config import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,7 +127,13 @@ def test_command(command, tmp_path):
             source = tmp_path / program
             source.write_text("import collectives as cc\ncc.init().close()\n", encoding="utf-8")
         words[words.index(program)] = str(source)
-    start([sys.executable, *words[1:], *SHORT.get(words[3], [])], tmp_path)
+    whole = [sys.executable, *words[1:], *SHORT.get(words[3], [])]
+    if "--device cuda" in command and not _core.device_count()[0]:
+        # As far as it goes: its options are right, and it says what is missing.
+        with pytest.raises(AssertionError, match="--device cuda: "):
+            start(whole, tmp_path)
+        return
+    start(whole, tmp_path)
 
 
 def test_algorithms_page_is_up_to_date():
@@ -204,21 +212,23 @@ def results(tmp_path):
     """A function that writes a run, and the script that makes tables."""
     script = load(ROOT / "bench" / "table.py")
 
-    def write(name, rows, command="python -m collectives bench"):
+    def write(name, rows, command="python -m collectives bench", kind="host", **more):
         header = {
+            **more,
             "machine": {
                 "cpu": "CPU",
                 "cores": 2,
                 "exchange_ns": 57.0,
                 "huge_pages": {"ordinary": "always", "shared": "never"},
+                **more.get("machine", {}),
             },
             "versions": {"python": "3.11", "numpy": "2"},
             "commit": "abc",
             "command": command,
             "date": "2000-01-01T00:00:00+00:00",
         }
-        (tmp_path / f"host-{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
-        return script.load(tmp_path)
+        (tmp_path / f"{kind}-{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
+        return script.load(tmp_path, kind)
 
     return script, write
 
@@ -236,6 +246,40 @@ def test_tables_of_results(results):
     assert "99" not in text and "exchange 57 ns" in text
     everything = "\n".join(script.everything(runs))
     assert "| 4 KiB | ring | 99.0 | 2.50 | 2.73 |  | 4.50 | 3.00 |" in everything
+
+
+def test_tables_of_results_on_gpus(results):
+    """Graphs and out of place in the summary; what is on the host, forced or bounded is not."""
+    script, write = results
+    peers = [{"name": "nccl", "version": "NCCL 2.28.9", "time_us": 6.0, "ratio": 1.714}]
+    usual = {"transport": "cuda_ipc", "device": "cuda", "peers": peers}
+    gpu = {
+        "kind": "gpu",
+        "machine": {"gpus": [{"name": "H100", "bus": "18"}, {"name": "H100", "bus": "19"}]},
+        "settings": {"NCCL_NVLS_ENABLE": "0"},
+    }
+    write("host", [row(time_us=77.0)])
+    write("forced", [row(**usual, time_us=99.0)], "python -m collectives bench -a ring", **gpu)
+    write(
+        "bounded", [row(**usual, time_us=88.0)], "python -m collectives bench --max-blocks=8", **gpu
+    )
+    rows = [
+        row(**usual, mode="graph", in_place=False, time_us=3.5),
+        row(**usual, mode="graph", in_place=False, symmetric=True, time_us=2.5),
+        row(**usual, mode="graph", in_place=True, time_us=66.0),
+        row(**usual, mode="stream", in_place=False, time_us=55.0),
+    ]
+    runs = write("all", rows, "python -m collectives bench --device cuda", **gpu)
+    text = "\n".join(script.summary(runs, script.GPU))
+    assert "NCCL 2.28.9 ÷ ours, any array" in text
+    assert "| 4 KiB | 3.50 | 1.71 | 2.50 | 1.71 |" in text
+    assert "2 x H100; NCCL_NVLS_ENABLE=0; commit abc" in text
+    assert not any(number in text for number in ("99", "88", "77", "66", "55"))
+    everything = "\n".join(script.everything(runs))
+    assert "cuda_ipc, float32, sum, out of place, in a CUDA graph**" in everything
+    assert "cuda_ipc, float32, sum, out of place, one by one**" in everything
+    assert "| 4 KiB | ring | 55.0 | 2.50 | 2.73 |  | 6.00 | 1.71 |" in everything
+    assert script.summary(script.load(Path("/nowhere"), "gpu"), script.GPU) == [script.GPU.none]
 
 
 def test_wrong_results_are_refused(results):

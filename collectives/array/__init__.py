@@ -7,8 +7,8 @@ buffer protocol.
                     float8_e4m3fn, float8_e5m2
     torch           dense tensors; one that requires grad may be read (the call is invisible to
                     autograd) and, outside of `torch.no_grad()`, not written
-    jax             arrays on one device, as input only: they are immutable, so a collective returns
-                    a new one
+    jax             arrays on one device, host or GPU, as input only: they are immutable, so a
+                    collective returns a new one
     buffers         bytearray, array.array, memoryview, mmap, ctypes arrays; bytes as input
     others          with `__dlpack__` on the host, or with `__cuda_array_interface__`
 
@@ -31,6 +31,7 @@ from .dtypes import ITEM_SIZES, dtype_name, numpy_dtype
 from .memory import from_pointer
 from .namespace import device_name, empty, namespace, native
 from .recognising import KINDS, recognise
+from .streams import Stream, stream_of
 from .views import View, check_overlap, overlap
 
 
@@ -65,9 +66,9 @@ def new_like(x: Any, shape: Sequence[int]) -> Any:
     """An uninitialised, writable, C-contiguous array of `shape` with the kind, dtype and device of
     `x`.
 
-    numpy gives numpy and torch gives torch. For all else this is a numpy array to work in; `finish`
-    turns it into what the user gets. Raises what `view` raises, and UnsupportedError for device
-    arrays of other libraries.
+    numpy gives numpy, torch gives torch and cupy gives cupy. For all else this is an array to work
+    in, on the GPU for a jax array there, of numpy otherwise; `finish` turns it into what the user
+    gets. Raises what `view` raises, and UnsupportedError for device arrays of other libraries.
     """
     kind = KINDS.get(type(x)) or recognise(x, "array")
     return kind.new_like(x, tuple(int(n) for n in shape))
@@ -76,15 +77,16 @@ def new_like(x: Any, shape: Sequence[int]) -> Any:
 def finish(x: Any, buffer: Any) -> Any:
     """What the user gets for `buffer`, an array made by `new_like(x, ...)` and filled since.
 
-    jax: a jax array on the device of `x` that takes over the buffer without a copy (so write to it
-    no more). bytes and 1-d: bytes. numpy scalar and 0-d: a numpy scalar. All else: the buffer
-    itself.
+    jax: a jax array on the device of `x` that takes over the buffer without a copy: write to it no
+    more, and on a GPU call this when the writing has ended, since jax knows of no other stream.
+    bytes and 1-d: bytes. numpy scalar and 0-d: a numpy scalar. All else: the buffer itself.
     """
     return (KINDS.get(type(x)) or recognise(x, "array")).finish(x, buffer)
 
 
 __all__ = [
     "ITEM_SIZES",
+    "Stream",
     "View",
     "check_overlap",
     "device_name",
@@ -98,5 +100,6 @@ __all__ = [
     "new_like",
     "numpy_dtype",
     "overlap",
+    "stream_of",
     "view",
 ]

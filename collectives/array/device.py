@@ -18,7 +18,9 @@ class Cuda(Kind):
     name = "cuda"
 
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
-        ordinal = getattr(getattr(x, "device", None), "id", 0)
+        ordinal = getattr(x, "ordinal", None)  # of what another kind made to work in
+        if ordinal is None:
+            ordinal = getattr(getattr(x, "device", None), "id", 0)
         return cuda_view(x, writable, what, gpu, f"cuda:{ordinal}")
 
     def new_like(self, x: Any, shape: tuple[int, ...]) -> Any:

@@ -20,8 +20,8 @@ class View:
     nbytes    count * bytes per element
     readonly  True where the elements must not be written
     device    "cpu" or "cuda:N"
-    stream    for device arrays, the stream on which the elements are ready, as an integer; else
-              None
+    stream    for device arrays, the stream on which the elements are ready, as an integer; None if
+              they are ready now and their library knows of no other stream, and on the host
     kind      "numpy", "scalar", "torch", "jax", "buffer", "dlpack" or "cuda"
     owner     the object to keep alive
     """

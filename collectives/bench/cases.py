@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -95,11 +96,59 @@ class Case:
         return elements // self.size if self.collective in BLOCKED else elements
 
 
+class Memory(Protocol):
+    """How a case reaches the elements of its arrays. An array has a length and a dtype, can be
+    sliced, and viewed as another dtype.
+    """
+
+    def writing(self, array: Any) -> AbstractContextManager[np.ndarray[Any, Any]]:
+        """A numpy array to fill; what is in it at the end of the block is in `array` after it."""
+        ...
+
+    def reading(self, array: Any) -> np.ndarray[Any, Any]:
+        """The elements of `array`."""
+        ...
+
+    def set(self, array: Any, byte: int) -> None:
+        """Makes every byte of `array` this one."""
+        ...
+
+    def given(self, array: Any) -> Any:
+        """What a user would pass for `array`."""
+        ...
+
+
+class HostMemory:
+    """numpy's own memory."""
+
+    def writing(self, array: Any) -> AbstractContextManager[np.ndarray[Any, Any]]:
+        return nullcontext(array)
+
+    def reading(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(array)
+
+    def set(self, array: Any, byte: int) -> None:
+        array.view(np.uint8)[:] = byte
+
+    def given(self, array: Any) -> Any:
+        return array
+
+
+class Areas(Protocol):
+    """Two areas of bytes that the arrays of all sizes lie in."""
+
+    memory: Memory
+    first: Any
+    second: Any
+
+
 class Buffers:
     """Two areas of host memory that the arrays of all sizes lie in, so that pages are touched once.
 
     They begin at a page, as those of OSU's benchmarks do. Collective if `symmetric`.
     """
+
+    memory: Memory = HostMemory()
 
     def __init__(self, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> None:
         nbytes = max(1, nbytes)
@@ -140,22 +189,23 @@ class Bound:
     rank: int
     elements: int
     in_place: bool
-    x: np.ndarray[Any, Any]
-    out: np.ndarray[Any, Any]
+    x: Any
+    out: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
+    memory: Memory = Buffers.memory
 
     @property
     def nbytes(self) -> int:
         return self.elements * self.case.itemsize
 
     @property
-    def touched(self) -> np.ndarray[Any, Any] | None:
+    def touched(self) -> Any:
         idle = self.case.collective == "scatter" and self.rank != self.case.root
         return None if idle or self.case.collective == "barrier" else self.x
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of the communicator's method for this call."""
-        case, kwargs = self.case, dict(self.kwargs)
+        case, kwargs, given = self.case, dict(self.kwargs), self.memory.given
         at_root = self.rank == case.root
         if case.collective == "barrier":
             return (), kwargs
@@ -168,34 +218,39 @@ class Bound:
             kwargs["root"] = case.root
         if case.collective == "all_reduce" or (case.collective == "reduce" and at_root):
             if not self.in_place:
-                kwargs["out"] = self.out
+                kwargs["out"] = given(self.out)
         elif case.collective in ("reduce_scatter", "all_gather", "scatter", "all_to_all") or (
             case.collective == "gather" and at_root
         ):
-            kwargs["out"] = self.out
-        x = None if case.collective == "scatter" and not at_root else self.x
+            kwargs["out"] = given(self.out)
+        x = None if case.collective == "scatter" and not at_root else given(self.x)
         return (x,), kwargs
 
     def fill(self) -> None:
         """Input from the pattern, garbage where the output goes."""
         if self.case.collective == "barrier":
             return
-        self.out.view(np.uint8)[:] = 1 if self.case.dtype == "bool" else _GARBAGE
+        self.memory.set(self.out, 1 if self.case.dtype == "bool" else _GARBAGE)
         case = self.case
         if case.collective == "broadcast" and self.rank != case.root:
             return
         if case.collective == "scatter" and self.rank != case.root:
             return
-        _tile(self.x, contribution(case, self.rank))
+        with self.memory.writing(self.x) as x:
+            _tile(x, contribution(case, self.rank))
 
     def clear(self) -> None:
         """Zeros, which stay zeros however often they are combined: no overflow in a timed loop."""
-        self.x[...] = 0
-        self.out[...] = 0
+        for array in (self.x, self.out):
+            self.memory.set(array, 0)
 
     def wrong(self) -> int:
         """How many elements of the output are not what they must be."""
-        return sum(_differ(self.out, piece, self.case) for piece in self._expected())
+        pieces = list(self._expected())
+        if not pieces:
+            return 0
+        out = self.memory.reading(self.out)
+        return sum(_differ(out, piece, self.case) for piece in pieces)
 
     def _expected(self) -> Iterator[Piece]:
         case, n, rank = self.case, self.case.size, self.rank
@@ -217,7 +272,7 @@ class Bound:
 
 
 def bind(
-    case: Case, rank: int, elements: int, in_place: bool, buffers: Buffers, **kwargs: Any
+    case: Case, rank: int, elements: int, in_place: bool, buffers: Areas, **kwargs: Any
 ) -> Bound:
     """`case` on `elements` elements of `buffers`; further arguments go to the communicator."""
     dtype = numpy_dtype(case.dtype)
@@ -239,7 +294,7 @@ def bind(
         out = second
     elif case.collective == "barrier":
         x = out = first[:0]
-    return Bound(case, rank, elements, in_place, x, out, kwargs)
+    return Bound(case, rank, elements, in_place, x, out, kwargs, buffers.memory)
 
 
 # ---- data ----------------------------------------------------------------------------------------

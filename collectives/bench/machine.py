@@ -154,10 +154,15 @@ def mpi_name(version: str) -> str:
     return " ".join(words)
 
 
-def header(comm: Communicator, command: str) -> dict[str, Any]:
-    """What stands above the results of a run. Collective."""
+def header(
+    comm: Communicator, command: str, facts: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """What stands above the results of a run. Collective.
+
+    facts  additions to its parts by name; other parts are added
+    """
     exchange = exchange_ns(comm)
-    return {
+    found: dict[str, Any] = {
         "machine": {
             "cpu": cpu_model(),
             "cores": cores(comm),
@@ -171,6 +176,10 @@ def header(comm: Communicator, command: str) -> dict[str, Any]:
         "command": command,
         "date": now(),
     }
+    for part, more in (facts or {}).items():
+        if more:
+            found[part] = {**found.get(part, {}), **more}
+    return found
 
 
 def now() -> str:

@@ -12,49 +12,45 @@ from .. import _core
 from ..communicator import Communicator
 from ..errors import UnsupportedError
 from ..schedule import algorithms, why_unsupported
-from ..tuning import known_algorithm, model
-from .cases import REDUCING, Bound, Buffers, Case, as_user, bind, call, places, prepare
-from .machine import cores
+from ..tuning import known_algorithm
+from .backends import Backend
+from .cases import REDUCING, Bound, Case, bind, places
 from .peers import Peer
 from .report import bandwidth, bus_factor
-from .timing import Clock, Effort, Runner, Sample, core_loop, python_loop, take_turns
+from .timing import Effort, Runner, Sample, take_turns
 
 
 @dataclass
 class Bench:
-    """Ranks and how they are to be measured. Collective to make.
+    """How the ranks of a backend are to be measured. Collective to make.
 
     check      how often each result is verified before it is timed; 0 for never
-    python     loops in Python, through the methods that users call
     symmetric  our arrays come from `Communicator.empty`; the peers' never do
     capacity   bytes of the largest vector
     """
 
-    comm: Communicator
+    backend: Backend
     capacity: int
     effort: Effort = field(default_factory=Effort)
     check: int = 1
-    python: bool = False
     symmetric: bool = False
     order: str | None = None
     peers: Sequence[Peer] = ()
 
     def __post_init__(self) -> None:
-        self.clock = Clock(self.comm)
-        self.cores = cores(self.comm)
-        table = self.comm._tuner.measured
-        self.figures = table.figures if table is not None else None
-        self.buffers = Buffers(self.comm, self.capacity, symmetric=self.symmetric)
-        self._ordinary = self.buffers
-        self.last = np.zeros(self.comm.size, np.int64)  # calls that each rank ended last
+        self.comm = self.backend.comm
+        self.clock = self.backend.clock
+        self.areas = self.backend.areas(self.capacity, self.symmetric)
+        self._ordinary = self.areas
+        self.last = np.zeros(self.comm.size, np.int64)  # rows that each rank ended last
         if self.symmetric and self.peers:
-            self._ordinary = Buffers(self.comm, self.capacity)
+            self._ordinary = self.backend.areas(self.capacity, False)
 
     def chosen(self, algorithm: str, collective: str, nbytes: int) -> str:
         """The name of the algorithm that serves a call."""
         if algorithm != "auto" or collective == "barrier":
             return algorithm
-        return self.comm._tuner.choose(collective, nbytes)
+        return self.backend.choose(collective, nbytes)
 
     def bound(self, case: Case, algorithm: str, elements: int, in_place: bool) -> Bound:
         """The call with our buffers."""
@@ -64,7 +60,7 @@ class Bench:
         if case.collective in REDUCING and self.order is not None:
             kwargs["order"] = self.order
         rank = self.comm.rank
-        return bind(case, rank, elements, in_place, self.buffers, **kwargs)
+        return bind(case, rank, elements, in_place, self.areas, **kwargs)
 
     def verify(self, bound: Bound) -> int | None:
         """Wrong elements on all ranks together, None if nothing is checked. Collective."""
@@ -74,32 +70,34 @@ class Bench:
         for _ in range(self.check):
             bound.fill()
             self.comm.barrier()
-            call(self.comm, bound)
+            self.backend.call(bound)
             wrong += bound.wrong()
         counted = self.comm.all_gather(np.array([wrong], np.float64))
         return int(np.sum(counted))
 
-    def runner(self, bound: Bound) -> Runner:
+    def runner(self, bound: Bound, mode: str | None = None) -> Runner:
         """A timed loop over our call."""
         bound.clear()
-        if self.python:
-            return python_loop(self.comm, bound, as_user(self.comm, bound))
-        return core_loop(self.comm, prepare(self.comm, bound))
+        return self.backend.runner(bound, mode or self.backend.modes[-1])
 
-    def peer_runners(self, case: Case, elements: int, in_place: bool) -> list[Runner | None]:
+    def peer_runners(
+        self, case: Case, elements: int, in_place: bool, mode: str | None = None
+    ) -> list[Runner | None]:
         """Timed loops of the peers over the same call, on ordinary memory."""
         bound = bind(case, self.comm.rank, elements, in_place, self._ordinary)
         bound.clear()
-        return [peer.runner(bound) for peer in self.peers]
+        return [peer.runner(bound, mode or self.backend.modes[-1]) for peer in self.peers]
 
-    def measure(self, case: Case, algorithm: str, elements: int, in_place: bool) -> dict[str, Any]:
+    def measure(
+        self, case: Case, algorithm: str, elements: int, in_place: bool, mode: str | None = None
+    ) -> dict[str, Any]:
         """One row. Collective."""
         bound = self.bound(case, algorithm, elements, in_place)
         wrong = self.verify(bound)
-        runners = [self.runner(bound), *self.peer_runners(case, elements, in_place)]
+        runners = [self.runner(bound, mode), *self.peer_runners(case, elements, in_place, mode)]
         ours, *theirs = take_turns(self.clock, runners, self.effort)
         assert ours is not None
-        return self.row(case, algorithm, bound, ours, wrong, theirs)
+        return self.row(case, algorithm, bound, ours, wrong, theirs, mode)
 
     def row(
         self,
@@ -109,20 +107,12 @@ class Bench:
         ours: Sample,
         wrong: int | None,
         theirs: Sequence[Sample | None] = (),
+        mode: str | None = None,
     ) -> dict[str, Any]:
         """The fields of `report.FIELDS`."""
         comm, nbytes = self.comm, bound.nbytes
         name = self.chosen(algorithm, case.collective, nbytes)
-        predicted = model.predict(
-            name,
-            case.collective,
-            nbytes,
-            comm.nodes,
-            comm.transports,
-            root=case.root,
-            cores=self.cores,
-            figures=self.figures,
-        )
+        predicted = self.backend.predict(name, case.collective, nbytes, case.root)
         self.last += ours.last
         algbw = bandwidth(nbytes, ours.median)
         peers = [
@@ -144,9 +134,9 @@ class Bench:
             "op": case.op if case.collective in REDUCING else "none",
             "ranks": comm.size,
             "nodes": len(set(comm.nodes)),
-            "transport": comm.transports,
-            "device": "cpu",
-            "mode": "host",
+            "transport": self.backend.transport,
+            "device": self.backend.device,
+            "mode": mode or self.backend.modes[-1],
             "symmetric": self.symmetric,
             "in_place": bound.in_place and case.collective != "barrier",
             "time_us": _digits(ours.median * 1e6),

@@ -2,6 +2,7 @@
 
     mpi    the MPI that the ranks were started with. Loops in C++, or through mpi4py from Python
     gloo   torch.distributed's Gloo group. Loops in Python
+    nccl   on GPUs: nccl.py
 
 A peer that lacks a collective, a dtype or an op has no figure there. Gloo sums in place only.
 """
@@ -17,11 +18,12 @@ import numpy as np
 from .. import _core
 from ..communicator import Communicator
 from ..errors import UnsupportedError, did_you_mean
+from .backends import Backend, Host
 from .cases import Bound
 from .machine import mpi_name
 from .timing import Runner, python_loop
 
-NAMES = ("mpi", "gloo")
+NAMES = ("mpi", "gloo", "nccl")
 
 
 class Peer(Protocol):
@@ -30,21 +32,31 @@ class Peer(Protocol):
     name: str
     version: str
 
-    def runner(self, bound: Bound) -> Runner | None:
+    def runner(self, bound: Bound, mode: str) -> Runner | None:
         """A timed loop over the same call; None if the library has none. Collective."""
         ...
 
     def close(self) -> None: ...
 
 
-def connect(comm: Communicator, names: Sequence[str], *, python: bool) -> list[Peer]:
-    """The peers with these names. Collective. Raises UnsupportedError if one cannot run here."""
+def connect(backend: Backend, names: Sequence[str]) -> list[Peer]:
+    """The peers with these names, on the memory of `backend`. Collective. Raises UnsupportedError
+    if one cannot run here.
+    """
+    comm = backend.comm
     peers: list[Peer] = []
     for name in names:
         if name == "mpi":
-            peers.append(MpiPeer(comm, python=python))
+            peers.append(MpiPeer(comm, python=isinstance(backend, Host) and backend.python))
         elif name == "gloo":
             peers.append(GlooPeer(comm))
+        elif name == "nccl":
+            from .cuda import Cuda
+            from .nccl import NcclPeer
+
+            if not isinstance(backend, Cuda):
+                raise UnsupportedError("--peer nccl works on GPU memory; add --device cuda")
+            peers.append(NcclPeer(comm, backend))
         else:
             raise ValueError(f"unknown peer {name!r}; {did_you_mean(name, NAMES)}")
     return peers
@@ -68,7 +80,7 @@ class MpiPeer:
         self._python = python
         self.version = mpi_name(str(_core.loaded_mpi()["version"]))
 
-    def runner(self, bound: Bound) -> Runner | None:
+    def runner(self, bound: Bound, mode: str) -> Runner | None:
         if self._python:
             body = self._body(bound)
             return None if body is None else python_loop(self._comm, bound, body)
@@ -181,7 +193,7 @@ class GlooPeer:
             "gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timeout
         )
 
-    def runner(self, bound: Bound) -> Runner | None:
+    def runner(self, bound: Bound, mode: str) -> Runner | None:
         body = self._body(bound)
         if body is None:
             return None

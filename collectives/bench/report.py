@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import gpus
+
 # The fields of a row of JSON, in this order.
 FIELDS = (
     "collective",
@@ -130,6 +132,11 @@ def describe(header: dict[str, Any]) -> list[str]:
         "versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()),
         f"commit: {header['commit']}; date: {header['date']}",
     ]
+    if "gpus" in machine:
+        lines.insert(0, f"GPUs: {gpus.summary(machine['gpus'])}")
+    if "settings" in header:
+        words = ", ".join(f"{k}={v}" for k, v in header["settings"].items())
+        lines.append(f"settings of peers: {words}")
     return lines
 
 

@@ -7,6 +7,8 @@ takes, without the time that it waited for others to come. Ranks of one host sha
 
 Blocks of calls of all ways alternate several times, so that drift of the machine hits all alike.
 The number of calls grows until a block takes long enough to mean something.
+
+On GPUs a block is one window between two events, and its row the mean of its calls: `Windows`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from ..communicator import Communicator
 from ..errors import UnsupportedError
 from .cases import Bound, Prepared
 
-# (warm-up calls, timed calls) -> begin and end of each timed call, nanoseconds: shape (calls, 2)
+# (warm-up calls, timed calls) -> begin and end, nanoseconds, of each timed call, or of the mean of
+# those that were timed together: shape (rows, 2)
 Runner = Callable[[int, int], np.ndarray[Any, Any]]
 
-_BLOCKS = 5  # turns of each way
 _FEWEST_BLOCKS = 3  # where one call takes longer than the time for it
 _MOST = 20000  # calls of a block
 _PROBE_SHARE = 0.05  # of the time, spent to find out how long a call takes
@@ -62,7 +64,12 @@ class Sample:
 
 
 class Clock:
-    """Brings the ranks' stamps together. Collective."""
+    """Brings the ranks' stamps together. Collective.
+
+    blocks  turns of each way
+    """
+
+    blocks = 5
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -82,9 +89,25 @@ class Clock:
             return np.asarray((end.max(axis=0) - begin.max(axis=0)) * 1e-9)
         return np.asarray((end - begin).max(axis=0) * 1e-9)
 
-    def span(self, gathered: np.ndarray[Any, Any]) -> float:
+    def span(self, gathered: np.ndarray[Any, Any], calls: int) -> float:
         """Seconds from the first begin to the last end, on the rank where that is longest."""
         return float((gathered[:, -1, 1] - gathered[:, 0, 0]).max() * 1e-9)
+
+
+class Windows(Clock):
+    """Rows that are means over a window of calls: the slowest rank's counts, whatever the clocks
+    say. A window has one row, so more of them are needed for a median.
+    """
+
+    blocks = 15
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.shared = False
+
+    def span(self, gathered: np.ndarray[Any, Any], calls: int) -> float:
+        """Seconds of `calls` calls on the slowest rank."""
+        return float(self.durations(gathered).mean()) * calls
 
 
 def take_turns(
@@ -120,20 +143,21 @@ def _plan(clock: Clock, runner: Runner, effort: Effort) -> tuple[int, int, int]:
     """
     if effort.iterations is not None:
         runner(effort.warmup, 1)
-        blocks = min(_BLOCKS, effort.iterations)
+        blocks = min(clock.blocks, effort.iterations)
         return blocks, -(-effort.iterations // blocks), min(2, effort.warmup)
     calls, warmup = 2, min(1, effort.warmup)
     while True:
         gathered = clock.gather(runner(warmup, calls))
-        span = clock.span(gathered)
+        span = clock.span(gathered, calls)
         if span >= effort.seconds * _PROBE_SHARE or calls >= _MOST:
             break
         warmup = 0 if calls > effort.warmup else effort.warmup
         calls *= 4
     each = max(span / calls, 1e-8)
-    if each * _BLOCKS >= effort.seconds:
+    blocks = clock.blocks
+    if each * blocks >= effort.seconds:
         return _FEWEST_BLOCKS, 1, 1
-    return _BLOCKS, int(min(_MOST, max(1, effort.seconds / _BLOCKS / each))), min(2, effort.warmup)
+    return blocks, int(min(_MOST, max(1, effort.seconds / blocks / each))), min(2, effort.warmup)
 
 
 def core_loop(comm: Communicator, prepared: Prepared) -> Runner:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .. import _core
 from ..array import ITEM_SIZES
+from ..bench import backends
 from ..config import parse_size
 from ..errors import CollectiveError, ConfigError, did_you_mean
 from ..schedule import algorithms
@@ -89,6 +90,39 @@ def algorithm(text: str) -> str:
     if text != "auto":
         known_algorithm(text, [*(a.name for a in algorithms()), "auto"])
     return text
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """--device, --mode and --max-blocks, of commands that time calls."""
+    group = parser.add_argument_group("GPUs")
+    group.add_argument(
+        "--device",
+        type=one_of("device", backends.DEVICES),
+        default="cpu",
+        metavar="NAME",
+        help="cpu, or cuda: arrays on GPUs, rank by rank on those there are (cpu)",
+    )
+    group.add_argument(
+        "--mode",
+        type=one_of("mode", ("stream", "graph", "both")),
+        metavar="NAME",
+        help="on GPUs: stream, calls launched one by one from Python; graph, CUDA graphs; both "
+        "(graph)",
+    )
+    group.add_argument(
+        "--max-blocks",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="thread blocks that a call may take on a GPU; 0: as many as help (0)",
+    )
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that belong to the other kind of device."""
+    backends.check_options(args.device, args.mode, args.python, args.peer or ())
+    if args.max_blocks and args.device == "cpu":
+        raise ConfigError("--max-blocks bounds kernels on a GPU; add --device cuda")
 
 
 def nodes_list(text: str) -> list[int]:

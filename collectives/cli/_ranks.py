@@ -92,19 +92,35 @@ def command_of(args: argparse.Namespace, command: str) -> str:
     return shlex.join(["python", "-m", "collectives", command, *arguments_of(args)])
 
 
-def with_ranks(args: argparse.Namespace, command: str, body: Callable[[Communicator], int]) -> int:
+def with_ranks(
+    args: argparse.Namespace,
+    command: str,
+    body: Callable[[Communicator], int],
+    *,
+    max_blocks: int = 0,
+) -> int:
     """Runs `body(comm)` on the ranks that `args` ask for; its result on rank 0 is the exit status.
 
-    Raises ConfigError where ranks are asked for that cannot be had.
+    max_blocks  of the communicator: see `init`
+
+    Raises ConfigError where ranks are asked for that cannot be had, UnsupportedError where threads
+    are to work on GPUs and there is none.
     """
     with on_every_rank():
         _check(args)
     if args.threads:
         nodes = [r * (args.nodes or 1) // args.threads for r in range(args.threads)]
-        return int(run_threads(args.threads, body, nodes=nodes)[0])
+        devices = None
+        if getattr(args, "device", "cpu") == "cuda":
+            from ..bench.cuda import thread_devices
+
+            devices = thread_devices()
+        return int(
+            run_threads(args.threads, body, nodes=nodes, devices=devices, max_blocks=max_blocks)[0]
+        )
     if args.ranks:
         return _start(args, command)
-    with init() as comm:
+    with init(max_blocks=max_blocks) as comm:
         status = body(comm)
         return status if comm.rank == 0 else 0
 

@@ -6,6 +6,10 @@ nccl-tests and OSU do; with --python they go through the methods that a program 
 rewritten between calls, as by a program that computes them. Peers are timed in turns with ours, on
 the same arrays (with --symmetric: on ordinary ones), and a ratio is the peer's time / ours.
 
+With --device cuda the arrays are on GPUs, and a time is the mean of a window of calls between two
+events, on the slowest rank: of calls launched one by one on a stream (--mode stream), or in a CUDA
+graph (--mode graph); median and p99 are then over windows. The peer is NCCL, without multicast.
+
 bytes are those of the whole vector, of all blocks together. busbw is bytes / time times 2 (n-1)/n
 for all_reduce, (n-1)/n where there are blocks, and 1 for broadcast and reduce.
 The exit status is 1 if any element was wrong.
@@ -15,10 +19,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _core
-from ..bench import machine, peers, report
+from ..bench import backends, machine, peers, report
+from ..bench.backends import Backend
 from ..bench.cases import ROOTED, Case, places
 from ..bench.measuring import Bench, check_case, elements_of, sizes
 from ..bench.timing import Effort
@@ -34,6 +39,8 @@ examples:
   python -m collectives bench --ranks 2 -b 64K -e 64K -a ring -a direct_one_shot -d bfloat16
   mpirun -n 2 python -m collectives bench --peer mpi --peer gloo --json result.json
   mpirun -n 2 python -m collectives bench -b 4 -e 64 --python --peer mpi    against mpi4py
+  python -m collectives bench --device cuda --ranks 2 --mode both --peer nccl
+  python -m collectives bench --device cuda --threads 8 -e 1M               on any number of GPUs
 """
 
 
@@ -108,8 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_common.one_of("peer", peers.NAMES),
         metavar="NAME",
-        help="time mpi or gloo too, in turns; may be repeated",
+        help="time mpi or gloo, or on GPUs nccl, too, in turns; may be repeated",
     )
+    _common.add_device_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write header and rows to FILE")
     _ranks.add_arguments(parser, _common.positive)
 
@@ -124,8 +132,11 @@ def run(args: argparse.Namespace) -> int:
         if args.in_place and args.out_of_place:
             raise ConfigError("--in-place and --out-of-place leave nothing; leave both out")
         sizes(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
+        _common.check_device(args)
     _common.check_writable(args.json)
-    return _ranks.with_ranks(args, "bench", lambda comm: _measure(comm, args))
+    return _ranks.with_ranks(
+        args, "bench", lambda comm: _measure(comm, args), max_blocks=args.max_blocks
+    )
 
 
 def _collectives(text: str) -> list[str]:
@@ -147,34 +158,39 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
         for case in cases:
             for algorithm in algorithms:
                 check_case(comm, case, algorithm, args.order)
-        connected = peers.connect(comm, args.peer or (), python=args.python)
+        backend = backends.connect(comm, args.device, python=args.python)
+        connected = peers.connect(backend, args.peer or ())
+    modes = backend.modes if args.device == "cpu" else backends.modes_of(args.mode)
     printing = comm.rank == 0
-    header = machine.header(comm, _ranks.command_of(args, "bench"))
+    header = machine.header(comm, _ranks.command_of(args, "bench"), backend.facts())
     if printing:
-        _print_header(comm, args, header)
+        _print_header(backend, args, header)
     wanted = sizes(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
     largest = max(case.elements(wanted[-1]) * case.itemsize for case in cases)
     bench = Bench(
-        comm,
+        backend,
         largest,
         Effort(args.seconds, args.iters, args.warmup_iters),
         check=args.check,
-        python=args.python,
         symmetric=args.symmetric,
         order=args.order,
         peers=connected,
     )
     rows: list[dict[str, Any]] = []
     total = sum(len(_places(args, c)) * len(elements_of(c, wanted)) for c in cases)
-    progress = Progress(total * len(algorithms), shown=printing)
+    progress = Progress(total * len(algorithms) * len(modes), shown=printing)
     for case in cases:
         for algorithm in algorithms:
-            _run_table(bench, case, algorithm, _places(args, case), wanted, rows, progress)
+            for mode in modes:
+                way = Way(case, algorithm, mode, _places(args, case))
+                _run_table(bench, way, wanted, rows, progress)
     for peer in connected:
         peer.close()
     wrong = sum(row["wrong"] or 0 for row in rows)
     if printing:
         _print_footer(rows, wrong, bench)
+        if notes := backend.notes():
+            header["notes"] = notes
         if args.json:
             report.write_json(args.json, header, rows)
     return 1 if wrong else 0
@@ -189,24 +205,33 @@ def _places(args: argparse.Namespace, case: Case) -> tuple[bool, ...]:
     return possible
 
 
+class Way(NamedTuple):
+    """What the rows of a table share; `places` are its halves, out of place and in place."""
+
+    case: Case
+    algorithm: str
+    mode: str
+    places: tuple[bool, ...]
+
+
 def _run_table(
     bench: Bench,
-    case: Case,
-    algorithm: str,
-    ways: Sequence[bool],
+    way: Way,
     wanted: Sequence[int],
     rows: list[dict[str, Any]],
     progress: Progress,
 ) -> None:
-    printing = bench.comm.rank == 0
-    table = _table([p.name for p in bench.peers], ways)
+    printing, case = bench.comm.rank == 0, way.case
+    table = _table([p.name for p in bench.peers], way.places)
     if printing:
         progress.clear()
-        print(f"#\n# {case.collective}, algorithm {algorithm}\n{table.header()}")
+        launched = {"stream": ", launched one by one", "graph": ", in a CUDA graph"}
+        how = launched.get(way.mode, "")
+        print(f"#\n# {case.collective}, algorithm {way.algorithm}{how}\n{table.header()}")
     for elements in elements_of(case, wanted):
         measured = []
-        for in_place in ways:
-            measured.append(bench.measure(case, algorithm, elements, in_place))
+        for in_place in way.places:
+            measured.append(bench.measure(case, way.algorithm, elements, in_place, way.mode))
             progress.step(f"{case.collective} {measured[-1]['bytes']} B")
         rows += measured
         if printing:
@@ -261,16 +286,17 @@ def _cells(measured: list[dict[str, Any]], bench: Bench, case: Case) -> Iterator
             yield report.number(entry["ratio"] if entry else None)
 
 
-def _print_header(comm: Communicator, args: argparse.Namespace, header: dict[str, Any]) -> None:
+def _print_header(backend: Backend, args: argparse.Namespace, header: dict[str, Any]) -> None:
+    comm = backend.comm
     nodes = len(set(comm.nodes))
-    print(f"# {comm.size} ranks on {nodes} node{'s' * (nodes > 1)}, transport {comm.transports}")
+    print(f"# {comm.size} ranks on {nodes} node{'s' * (nodes > 1)}, transport {backend.transport}")
     for line in report.describe(header):
         print(f"# {line}")
     for line in machine.warnings(comm, header["machine"]["cores"]):
         print(f"# note: {line}")
-    loops = "Python" if args.python else "C++"
     memory = "symmetric" if args.symmetric else "ordinary"
-    print(f"# loops in {loops}, {memory} arrays, inputs rewritten between calls")
+    inputs = ", inputs rewritten between calls" if backend.device == "cpu" else ""
+    print(f"# {backend.loops}, {memory} arrays{inputs}")
     if comm.size == 1:
         print("# one rank moves nothing: start more with --ranks N, or with mpirun")
 
@@ -282,8 +308,11 @@ def _print_footer(rows: list[dict[str, Any]], wrong: int, bench: Bench) -> None:
         print(f"# wrong elements: {wrong} {'FAILED' if wrong else 'OK'}")
     else:
         print("# nothing was verified (-c 0)")
+    for name, words in bench.backend.notes().items():
+        print(f"# {name}: {words}")
     if bandwidths:
         print(f"# average bus bandwidth: {sum(bandwidths) / len(bandwidths):.3f} GB/s")
     if bench.comm.size > 1 and bench.last.sum():
+        what = "calls" if bench.backend.device == "cpu" else "windows"
         slowest, share = int(bench.last.argmax()), bench.last.max() / bench.last.sum()
-        print(f"# slowest rank: {slowest}, the last to end in {share:.0%} of all calls")
+        print(f"# slowest rank: {slowest}, the last to end in {share:.0%} of all {what}")

@@ -1,7 +1,9 @@
 """Time all algorithms over sizes: which is the fastest where, and where they cross.
 
 All of them take turns in one run, each result is verified before it is timed, and a call's time is
-the median of what the slowest rank takes. The exit status is 1 if any element was wrong.
+the median of what the slowest rank takes. The exit status is 1 if any element was wrong. With
+--device cuda the arrays are on GPUs and the calls in CUDA graphs, or launched one by one (--mode
+stream); see `bench --help`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..bench import machine, peers, report
+from ..bench import backends, gpus, machine, peers, report
+from ..bench.backends import Backend
 from ..bench.cases import ROOTED, Case, places
 from ..bench.measuring import Bench, candidates, check_case, elements_of, sizes
 from ..bench.timing import Effort, take_turns
@@ -33,6 +36,7 @@ examples:
   mpirun -n 2 python -m collectives compare all_reduce --peer mpi --json compare.json
   python -m collectives compare --ranks 4 --nodes 2 --only ring --only hierarchical
   python -m collectives compare --ranks 4 --import my_algorithms.py
+  python -m collectives compare --device cuda --ranks 2 --peer nccl --png gpus.png
 """
 
 # An algorithm stays the fastest while it is within so much of whichever is: the noise of a median.
@@ -76,8 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_common.one_of("peer", peers.NAMES),
         metavar="NAME",
-        help="time mpi or gloo too, in turns; may be repeated",
+        help="time mpi or gloo, or on GPUs nccl, too, in turns; may be repeated",
     )
+    _common.add_device_arguments(parser)
     add("--json", metavar="FILE", help="write header and rows to FILE")
     add("--png", metavar="FILE", help="draw times and bus bandwidths (needs matplotlib)")
     add("--fit", action="store_true", help="print the figures of the cost model for these ranks")
@@ -111,8 +116,15 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
         if args.png and args.collective == "barrier":
             raise ConfigError("--png draws times over sizes; a barrier has none")
+        _common.check_device(args)
+        if args.mode == "both":
+            raise ConfigError("--mode both is of bench; compare shows one: stream or graph")
+        if args.fit and args.device != "cpu":
+            raise ConfigError("--fit is for the host's cost model; leave it out on GPUs")
     _common.check_writable(args.json, args.png)
-    return _ranks.with_ranks(args, "compare", lambda comm: _compare(comm, args))
+    return _ranks.with_ranks(
+        args, "compare", lambda comm: _compare(comm, args), max_blocks=args.max_blocks
+    )
 
 
 def _compare(comm: Communicator, args: argparse.Namespace) -> int:
@@ -125,15 +137,15 @@ def _compare(comm: Communicator, args: argparse.Namespace) -> int:
         algorithms = args.only or candidates(comm, args.collective, root)
         if not algorithms:
             raise UnsupportedError(f"no algorithm can do {args.collective} with {comm.size} ranks")
-        connected = peers.connect(comm, args.peer or (), python=args.python)
-    header = machine.header(comm, _ranks.command_of(args, "compare"))
+        backend = backends.connect(comm, args.device, python=args.python)
+        connected = peers.connect(backend, args.peer or ())
+    header = machine.header(comm, _ranks.command_of(args, "compare"), backend.facts())
     elements = elements_of(case, sizes(args.minbytes, args.maxbytes, args.stepfactor, None))
     bench = Bench(
-        comm,
+        backend,
         elements[-1] * case.itemsize,
         Effort(args.seconds, args.iters, args.warmup_iters),
         check=args.check,
-        python=args.python,
         symmetric=args.symmetric,
         peers=connected,
     )
@@ -145,7 +157,7 @@ def _compare(comm: Communicator, args: argparse.Namespace) -> int:
         print("#")
         if wrong:
             print(f"# wrong elements: {wrong} FAILED")
-        for line in [*in_words(results), *_about_auto(comm, results)]:
+        for line in [*in_words(results), *_about_auto(bench, results)]:
             print(line)
         if args.fit:
             print(_fit(comm, results))
@@ -154,7 +166,7 @@ def _compare(comm: Communicator, args: argparse.Namespace) -> int:
         if args.png:
             from ..bench.plot import plot
 
-            plot(results, args.png, _subtitle(comm, header))
+            plot(results, args.png, _subtitle(backend, header))
             print(f"{args.png} drawn")
     return 1 if wrong else 0
 
@@ -168,17 +180,23 @@ def _measure(
     header: dict[str, Any],
 ) -> Results:
     comm, printing = bench.comm, bench.comm.rank == 0
+    mode = args.mode or bench.backend.modes[-1]
     ways = places(case.collective)
     in_place = ways[0] if args.out_of_place else ways[-1]
+    skipped = {} if args.only else _skipped(bench, case, algorithms, elements[-1], in_place)
+    algorithms = [name for name in algorithms if name not in skipped]
+    if not algorithms:
+        raise UnsupportedError("; ".join(skipped.values()))
     results = Results(case, algorithms)
     table, key = _table(algorithms, [p.name for p in bench.peers])
     if printing:
         nodes = len(set(comm.nodes))
         print(
             f"# {case.collective} of {case.dtype}, {comm.size} ranks on {nodes} "
-            f"node{'s' * (nodes > 1)}, transport {comm.transports}"
+            f"node{'s' * (nodes > 1)}, transport {bench.backend.transport}"
         )
         notes = machine.warnings(comm, header["machine"]["cores"])
+        notes += [f"without {name}: {why}" for name, why in skipped.items()]
         for line in [*report.describe(header), *(f"note: {n}" for n in notes), *key]:
             print(f"# {line}")
         print(f"# times in us, * the fastest\n{table.header()}")
@@ -190,16 +208,16 @@ def _measure(
         for name, bound in zip(algorithms, bounds, strict=True):
             wrong.append(bench.verify(bound))
             progress.step(f"{name} {nbytes} B")
-        runners = [bench.runner(bound) for bound in bounds]
+        runners = [bench.runner(bound, mode) for bound in bounds]
         samples = take_turns(
-            bench.clock, [*runners, *bench.peer_runners(case, count, in_place)], bench.effort
+            bench.clock, [*runners, *bench.peer_runners(case, count, in_place, mode)], bench.effort
         )
         mine, theirs = samples[: len(algorithms)], samples[len(algorithms) :]
         results.times[nbytes] = {}
         for name, bound, sample, bad in zip(algorithms, bounds, mine, wrong, strict=True):
             assert sample is not None
             results.times[nbytes][name] = sample.median
-            results.rows.append(bench.row(case, name, bound, sample, bad, theirs))
+            results.rows.append(bench.row(case, name, bound, sample, bad, theirs, mode))
         results.peer_times[nbytes] = {
             peer.name: sample.median
             for peer, sample in zip(bench.peers, theirs, strict=True)
@@ -210,6 +228,23 @@ def _measure(
             peer_names = [p.name for p in bench.peers]
             print(table.row(_cells(results, nbytes, wrong, peer_names)), flush=True)
     return results
+
+
+def _skipped(
+    bench: Bench, case: Case, algorithms: Sequence[str], elements: int, in_place: bool
+) -> dict[str, str]:
+    """What the engine refuses, by name, with the reason: an algorithm with more channels than
+    `--max-blocks` allows, for example. Every rank is refused alike, before anything runs.
+    """
+    found = {}
+    for name in algorithms:
+        bound = bench.bound(case, name, elements, in_place)
+        bound.clear()
+        try:
+            bench.backend.call(bound)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
 
 
 def _table(algorithms: Sequence[str], peer_names: Sequence[str]) -> tuple[report.Table, list[str]]:
@@ -282,13 +317,13 @@ def crossing(results: Results, first: str, second: str, low: int, high: int) -> 
     return max(low, min(high, round(exact / step) * step))
 
 
-def _about_auto(comm: Communicator, results: Results) -> list[str]:
+def _about_auto(bench: Bench, results: Results) -> list[str]:
     """How far the tuner's choices are from the fastest."""
     if results.case.collective == "barrier" or len(results.algorithms) < 2:
         return []
     worst, where, chosen = 1.0, 0, ""
     for nbytes, times in results.times.items():
-        name = comm._tuner.choose(results.case.collective, nbytes)
+        name = bench.backend.choose(results.case.collective, nbytes)
         if name in times:
             ratio = times[name] / times[results.fastest(nbytes)]
             if ratio > worst:
@@ -316,8 +351,10 @@ def _fit(comm: Communicator, results: Results) -> str:
     return "\n".join(lines)
 
 
-def _subtitle(comm: Communicator, header: dict[str, Any]) -> str:
-    found = header["machine"]
+def _subtitle(backend: Backend, header: dict[str, Any]) -> str:
+    comm, found = backend.comm, header["machine"]
+    if "gpus" in found:
+        return f"{comm.size} ranks, {backend.transport}; {gpus.summary(found['gpus'])}"
     exchange = f", cache line {found['exchange_ns']:.0f} ns" if found["exchange_ns"] else ""
     return (
         f"{comm.size} ranks, {len(set(comm.nodes))} node(s), {comm.transports}; {found['cpu']}, "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 from ..bench import machine
+from ..bench.backends import Host
 from ..bench.cases import Case, places
 from ..bench.measuring import Bench, candidates, check_case
 from ..bench.timing import Effort, take_turns
@@ -114,7 +115,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     case = Case(args.collective, comm.size)
     elements = case.elements(args.bytes)
     in_place = places(args.collective)[-1]
-    bench = Bench(comm, max(1, elements) * case.itemsize, Effort(seconds=0.1))
+    bench = Bench(Host(comm), max(1, elements) * case.itemsize, Effort(seconds=0.1))
     names = candidates(comm, args.collective)
     with _ranks.on_every_rank():
         for name in names:

@@ -1,4 +1,4 @@
-"""Show what there is: ranks, nodes, transports, processor, MPI, versions, limits.
+"""Show what there is: ranks, nodes, transports, processor, GPUs, MPI, versions, limits.
 
 Under a launcher it tells of all ranks. Nothing is imported to find a version, and an MPI that does
 not work is reported, not a crash.
@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from .. import _core
-from ..bench import machine
+from ..bench import gpus, machine
 from ..communicator import Communicator
 from ..config import VARIABLES, Settings
 from ..tuning import MPI_DEPTH, MPI_SLOT, region_sizes
@@ -72,6 +72,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         },
         "machines": machines.machines(comm, places),
         "memory": _memory(comm),
+        "gpus": gpus.survey() if comm.rank == 0 else {},
         "mpi": machine.mpi(comm) if comm.rank == 0 else {},
         "versions": machine.versions(),
         "commit": machine.commit() if comm.rank == 0 else "",
@@ -134,6 +135,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("cache line", _exchange(cpu["exchange_ns"])),
         ("scratch", _scratch(memory)),
         ("symmetric", facts["symmetric_memory"]["kind"]),
+        *_gpus(facts["gpus"]),
         ("MPI", _mpi(mpi)),
         ("versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
         ("commit", facts["commit"]),
@@ -173,6 +175,30 @@ def _scratch(memory: dict[str, int]) -> str:
     if memory["mpi_bytes_per_peer"]:
         parts.append(f"{memory['mpi_bytes_per_peer'] / 2**20:.1f} MiB for each peer over MPI")
     return "; ".join(parts) or "none"
+
+
+def _gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """GPUs, their driver and links, as lines with names."""
+    if not found["count"]:
+        return [("GPUs", f"none: {found['why']}")]
+    lines = []
+    for i, device in enumerate(found["devices"]):
+        words = f"cuda:{i}"
+        if device:
+            words += (
+                f" {device['name']} at {device['bus']}, {device['memory_bytes'] / 2**30:.0f} GiB, "
+                f"{device['processors']} multiprocessors, compute capability {device['capability']}"
+            )
+        lines.append(("GPUs" if i == 0 else "", words))
+    lines += [
+        ("GPU links" if i == 0 else "", text)
+        for i, text in enumerate(gpus.link_lines(found["links"]))
+    ]
+    if found["driver"]:
+        lines.append(("GPU driver", found["driver"]))
+    if found["unknown"]:
+        lines.append(("GPU unknown", "; ".join(found["unknown"])))
+    return lines
 
 
 def _mpi(mpi: dict[str, str]) -> str:

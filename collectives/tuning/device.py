@@ -1,4 +1,4 @@
-"""Which algorithm serves a call on device arrays; measured with bench/gpu_all_reduce.py."""
+"""Which algorithm serves a call on device arrays; measured with `bench --device cuda`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,54 @@
+"""CUDA streams of any library."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from ..errors import ArrayTypeError
+
+
+class Stream(NamedTuple):
+    """A CUDA stream.
+
+    handle   its cudaStream_t, as an integer
+    ordinal  the GPU that it belongs to, None if it does not tell
+    """
+
+    handle: int
+    ordinal: int | None
+
+
+def stream_of(stream: Any, what: str) -> Stream:
+    """Looks at a stream: one of cupy or torch, any object with `__cuda_stream__`, or a handle as an
+    integer.
+
+    what  the call, for the error
+
+    Raises ArrayTypeError for anything else.
+    """
+    if not isinstance(stream, bool):
+        try:
+            number = operator.index(stream)
+        except TypeError:
+            pass
+        else:
+            if number < 0:
+                raise ArrayTypeError(f"{what}: stream={number} is no handle of a CUDA stream")
+            return Stream(number, None)
+    device = getattr(stream, "device", None)  # torch
+    ordinal = getattr(device, "index", getattr(stream, "device_id", None))  # or cupy
+    if not isinstance(ordinal, int) or ordinal < 0:
+        ordinal = None
+    for name in ("ptr", "cuda_stream"):  # cupy, torch
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return Stream(handle, ordinal)
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        pair = protocol() if callable(protocol) else protocol
+        return Stream(int(pair[1]), ordinal)
+    raise ArrayTypeError(
+        f"{what}: stream= takes a CUDA stream of cupy or torch, any object with __cuda_stream__, "
+        f"or a handle as an integer, not a {type(stream).__name__}"
+    )
