@@ -368,7 +368,7 @@ PYBIND11_MODULE(_core, m) {
              config.slot_bytes = slot_bytes;
              config.can_pull = can_pull;
              config.timeout_s = timeout;
-             return std::make_shared<Communicator>(std::move(config));
+             return make_for_this_process<Communicator>(std::move(config));
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("local_of"),
            py::arg("region"), py::arg("mpi"), py::arg("threads"), py::arg("tuning"),
@@ -405,7 +405,7 @@ PYBIND11_MODULE(_core, m) {
                                bytes, background);
           },
           py::call_guard<py::gil_scoped_release>())
-      .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Communicator::wait)
       .def("transfer_done", &Communicator::done)
       .def("make_segment", &Communicator::make_segment)
       .def("open_segment",

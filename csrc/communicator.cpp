@@ -25,10 +25,12 @@ using std::chrono::steady_clock;
 constexpr int kFifoDepth = 4;
 
 constexpr std::size_t kMaxPlans = 512;
+constexpr std::size_t kMaxNames = 1024;  // of algorithms; the room is reserved
 
 // Marks the communicator as in use by one thread; a second one is refused rather than interleaved.
-// A plain load and store: this is on the path of every call, and has to find misuse, not to be a
-// lock.
+// A plain load and store, since this is on the path of every call: Python's threads come here with
+// the GIL, which keeps them apart, and the queue's own thread runs calls only while `queued_` is
+// not 0, which keeps others out.
 class Busy {
  public:
   explicit Busy(std::atomic<bool>& flag) : flag_(flag) {
@@ -59,11 +61,13 @@ std::function<void(void*&)> Communicator::on_tick;
 // ---- work -------------------------------------------------------------------------------------
 
 bool Work::done() const {
+  check_process();
   std::lock_guard lock(mutex_);
   return done_;
 }
 
 bool Work::wait(double seconds) {
+  check_process();
   std::unique_lock lock(mutex_);
   if (seconds < 0) {
     changed_.wait(lock, [this] { return done_; });
@@ -73,8 +77,16 @@ bool Work::wait(double seconds) {
 }
 
 std::exception_ptr Work::error() const {
+  check_process();
   std::lock_guard lock(mutex_);
   return error_;
+}
+
+// The thread that would finish it is in another process.
+void Work::check_process() const {
+  if (birth_.in_child())
+    throw Error(ErrorKind::closed,
+                "this process was forked while the call was under way, which ends in the parent");
 }
 
 void Work::finish(std::exception_ptr error) {
@@ -88,6 +100,8 @@ void Work::finish(std::exception_ptr error) {
 
 Communicator::Communicator(CommunicatorConfig config) : config_(std::move(config)) {
   const int n = config_.nranks;
+  names_.reserve(kMaxNames);
+  direct_shape_.reserve(kMaxNames);
   links_.to.assign(n, nullptr);
   links_.max_channels = kProgramChannels;
   bool everyone = config_.region != nullptr;
@@ -150,7 +164,7 @@ Communicator::~Communicator() {
 }
 
 void Communicator::close() {
-  if (closed_.exchange(true)) return;
+  if (birth_.in_child() || closed_.exchange(true)) return;
   {
     std::lock_guard lock(queue_mutex_);
     stop_ = true;
@@ -172,6 +186,11 @@ std::string Communicator::transports() const {
 }
 
 void Communicator::check_open() const {
+  if (birth_.in_child())
+    throw Error(ErrorKind::closed,
+                "this process was forked after the communicator was made, which belongs to the "
+                "parent: call it there, or start the process by another method than fork (spawn) "
+                "and give it ranks of its own");
   if (closed_) throw Error(ErrorKind::closed, "this communicator is closed");
   if (broken_)
     throw Error(ErrorKind::aborted,
@@ -187,6 +206,9 @@ int Communicator::intern(const std::string& algorithm) {
     throw Error(ErrorKind::invalid, "algorithm name '" + algorithm + "' is longer than " +
                                         std::to_string(sizeof Signature::algorithm - 1) +
                                         " characters");
+  if (names_.size() == kMaxNames)
+    throw Error(ErrorKind::invalid, "more than " + std::to_string(kMaxNames) +
+                                        " different algorithms on one communicator");
   names_.push_back(algorithm);
   direct_shape_.push_back(algorithm == "direct_one_shot"   ? 1
                           : algorithm == "direct_two_shot" ? 2
@@ -195,6 +217,7 @@ int Communicator::intern(const std::string& algorithm) {
 }
 
 void Communicator::define(const std::string& algorithm, const Schedule& schedule) {
+  std::lock_guard lock(defined_mutex_);
   defined_[{algorithm, schedule.collective}].insert_or_assign(schedule.world.root, schedule);
 }
 
@@ -231,7 +254,7 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
   return s;
 }
 
-void Communicator::run(const Call& call, const Options& options) {
+void Communicator::run(const Call& call, const Options& options, bool lengthy) {
   check_open();
   if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
   if (queued_.load(std::memory_order_acquire) != 0) {
@@ -242,6 +265,7 @@ void Communicator::run(const Call& call, const Options& options) {
     return;
   }
   Busy busy(busy_);
+  const Lengthy scope(lengthy ? this : nullptr);
   execute(call, options);
 }
 
@@ -276,7 +300,7 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   try {
     if (direct_ && (options.algorithm == kDefault || direct_shape_[options.algorithm] != 0))
       direct_->run(call, options.algorithm != kDefault && direct_shape_[options.algorithm] == 2,
-                   signature, hash, segments_);
+                   signature, hash, segments_now());
     else if (options.algorithm == kDefault)
       agree(signature, hash, 0);  // which is a barrier
     else
@@ -307,14 +331,20 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   if (found != programs_.end()) return found->second;
   const std::string& name = names_[key.algorithm];
   Schedule schedule;
-  const auto custom = defined_.find({name, key.collective});
-  if (custom != defined_.end()) {
-    const auto at = custom->second.find(key.root);
-    if (at == custom->second.end())
-      throw Error(ErrorKind::unsupported,
-                  "algorithm '" + name + "' was not defined for root " + std::to_string(key.root));
-    schedule = at->second;
-  } else {
+  bool custom = false;
+  {
+    std::lock_guard lock(defined_mutex_);
+    const auto roots = defined_.find({name, key.collective});
+    custom = roots != defined_.end();
+    if (custom) {
+      const auto at = roots->second.find(key.root);
+      if (at == roots->second.end())
+        throw Error(ErrorKind::unsupported, "algorithm '" + name + "' was not defined for root " +
+                                                std::to_string(key.root));
+      schedule = at->second;
+    }
+  }
+  if (!custom) {
     World world;
     world.nranks = config_.nranks;
     world.root = key.root;
@@ -470,7 +500,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
 
 std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
-  auto work = std::make_shared<Work>();
+  auto work = make_for_this_process<Work>();
   std::lock_guard lock(queue_mutex_);
   queued_.fetch_add(1, std::memory_order_relaxed);
   queue_.push_back({std::move(call), options, work});

@@ -310,7 +310,7 @@ def fuzz_server(rng: random.Random, messages: int) -> None:
                     frame = links[rank].next()
                 assert frame == (wire.RESULT, wire.pack_list([b"0", b"1"])), frame
     assert exchanged or messages < 1000
-    inside.server._close_all()
+    inside.server.close_sockets()
 
 
 # ---- on the wire --------------------------------------------------------------------------------

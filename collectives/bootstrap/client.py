@@ -20,6 +20,7 @@ from ..errors import (
     DeadlineError,
     PeerDiedError,
 )
+from .forks import Birth, close_sockets_in_child
 from .groups import Base, Failure, failure_of
 from .wire import (
     ABORT,
@@ -94,6 +95,7 @@ class Tcp(Base):
         self._job = job
         self._group = group
         self._hosted = hosted
+        self._birth = Birth()
         self._lock = threading.Lock()  # one call at a time
         self._send_lock = threading.Lock()  # one frame at a time: abort does not wait for a call
         self._failure: Failure | None = None
@@ -104,6 +106,7 @@ class Tcp(Base):
         except BaseException:
             self._release()
             raise
+        close_sockets_in_child(self)
         try:
             self.job = self._join(deadline)
         except BaseException:
@@ -253,6 +256,7 @@ class Tcp(Base):
         )
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
+        self._birth.check(self.rank)
         with self._lock:
             self._raise_if_broken()
             call = pack_call(op, data, timeout)
@@ -279,6 +283,7 @@ class Tcp(Base):
         )
 
     def check(self) -> None:
+        self._birth.check(self.rank)
         if not self._lock.acquire(blocking=False):
             return  # another thread waits in a call, which will raise
         try:
@@ -316,6 +321,7 @@ class Tcp(Base):
             raise self._failure.error(self.rank)
 
     def abort(self, reason: str) -> None:
+        self._birth.check(self.rank)
         # Without the lock of calls, which another thread may hold: its call is what this ends.
         if self._failure is None and not self._closed:
             try:
@@ -324,7 +330,12 @@ class Tcp(Base):
             except OSError as error:
                 self._failure = self._lost(str(error))
 
+    def close_sockets(self) -> None:
+        self._sock.close()
+
     def close(self) -> None:
+        if self._birth.in_child():
+            return
         with self._lock:
             if self._closed:
                 return

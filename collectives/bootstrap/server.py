@@ -21,6 +21,7 @@ from ..errors import (
     CollectiveError,
     PeerDiedError,
 )
+from .forks import Birth, close_sockets_in_child
 from .groups import Group, Round, failure_of, name_ranks
 from .wire import (
     ABORT,
@@ -151,6 +152,8 @@ class Server:
         self._stop_at: float | None = None
         self._stopping = False
         self.lost: list[int] = []  # ranks of the world that left without a goodbye, in order
+        self._birth = Birth()
+        close_sockets_in_child(self)
         self._thread = threading.Thread(
             target=self._run, name="collectives-rendezvous", daemon=True
         )
@@ -162,8 +165,10 @@ class Server:
         """Tells ranks that are still there, sends what is still to be sent within `seconds`, and
         ends the thread.
         """
+        if self._birth.in_child():
+            return  # the thread is the parent's
         if self._thread.ident is None:
-            self._close_all()
+            self.close_sockets()
             return
         self._stop_at = time.monotonic() + seconds
         try:
@@ -188,7 +193,7 @@ class Server:
                 while self._timers and self._timers[0].when <= time.monotonic():
                     self._ring_timer(heapq.heappop(self._timers))
         finally:
-            self._close_all()
+            self.close_sockets()
 
     def _patience(self) -> float | None:
         ends = [self._timers[0].when] if self._timers else []
@@ -209,7 +214,7 @@ class Server:
                 self._tell(meeting)
         return time.monotonic() >= self._stop_at or not any(c.outgoing for c in self._connections)
 
-    def _close_all(self) -> None:
+    def close_sockets(self) -> None:
         for connection in self._connections:
             connection.sock.close()
         self._listener.close()
