@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class Calls:
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
     _closed: bool
+    _queued: deque[tuple[Any, tuple[Any, ...]]]  # works not seen done, and their arrays
     _group: Group | None  # the one that is open
     _tuner: Tuner
     _choices: dict[str, list[tuple[int, int]]]  # collective -> (limit, the core's number)
@@ -211,7 +213,13 @@ class Calls:
 
             return self._group.add(run)
         if async_op:
-            return QueuedWork(self._submit(*arguments), result, (source, target, *keep))
+            work = self._submit(*arguments)
+            held = (source, target, *keep)
+            # Who drops the Work does not free arrays that the queue still works on.
+            while self._queued and self._queued[0][0].done():
+                self._queued.popleft()
+            self._queued.append((work, held))
+            return QueuedWork(work, result, held)
         self._call(*arguments)
         return result()
 

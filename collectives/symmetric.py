@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import _core
 from .array import dtype_name, from_pointer
 from .bootstrap import Bootstrap
-from .errors import ArrayError
+from .errors import ArrayError, ClosedError, CollectiveError
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
+
+_LARGEST = (1 << 63) - 1  # bytes
 
 
 class _Owner:
@@ -44,9 +45,18 @@ class SymmetricMemory:
         name = dtype_name(dtype)
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {tuple(shape)} has negative lengths")
-        nbytes = int(np.prod(shape, dtype=np.int64)) * _core.itemsizes[name]
-        mine = {"bytes": nbytes, "handle": self._core.make_segment(nbytes)}
-        answers = [json.loads(b) for b in self._bootstrap.all_gather(json.dumps(mine).encode())]
+        nbytes = math.prod(shape) * _core.itemsizes[name]
+        if nbytes > _LARGEST:
+            raise ArrayError(f"empty: {nbytes} bytes are more than any machine addresses")
+        mine: dict[str, Any] = {"bytes": nbytes, "handle": "", "failure": ""}
+        try:
+            mine["handle"] = self._core.make_segment(nbytes)
+        except ClosedError:
+            raise
+        except CollectiveError as error:  # the others are told, rather than left to wait
+            mine["failure"] = str(error)
+        answers = self._ask(mine)
+        self._raise_failures(answers)
         sizes = {a["bytes"] for a in answers}
         if len(sizes) > 1:
             words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
@@ -54,8 +64,27 @@ class SymmetricMemory:
         while self._dropped:
             self._core.release_segment(self._dropped.pop())
         segment = next(self._numbers)
-        pointer = self._core.open_segment(segment, nbytes, [a["handle"] for a in answers])
+        pointer, failure = 0, ""
+        try:
+            pointer = self._core.open_segment(segment, nbytes, [a["handle"] for a in answers])
+        except CollectiveError as error:
+            failure = str(error)
+        try:
+            self._raise_failures(self._ask({"failure": failure}))
+        except CollectiveError:
+            self._core.release_segment(segment)
+            raise
         owner = _Owner(self._core)
         weakref.finalize(owner, self._dropped.append, segment).atexit = False
-        self._bootstrap.barrier()
         return from_pointer(pointer, shape, name, owner=owner, kind=kind)
+
+    def _ask(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        return [json.loads(b) for b in self._bootstrap.all_gather(json.dumps(mine).encode())]
+
+    @staticmethod
+    def _raise_failures(answers: list[dict[str, Any]]) -> None:
+        words = "; ".join(
+            f"rank {r}: {a['failure']}" for r, a in enumerate(answers) if a["failure"]
+        )
+        if words:
+            raise CollectiveError(f"empty: no symmetric memory, on any rank: {words}")

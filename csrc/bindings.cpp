@@ -403,7 +403,7 @@ PYBIND11_MODULE(_core, m) {
              config.slot_bytes = slot_bytes;
              config.can_pull = can_pull;
              config.timeout_s = timeout;
-             return std::make_shared<Communicator>(std::move(config));
+             return make_for_this_process<Communicator>(std::move(config));
            }),
            py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("nranks"), py::arg("node"),
            py::arg("local_of"), py::arg("group"), py::arg("region"), py::arg("mpi"),
@@ -424,7 +424,6 @@ PYBIND11_MODULE(_core, m) {
       .def("watch_peers", &Communicator::watch_peers)
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("council", &Communicator::council)
-      .def_property_readonly("queued", &Communicator::queued)
       .def("dump", [](const Communicator& c) { return c.recorder().json(); })
       .def("forget_plans", &Communicator::forget_plans)
       .def("intern", &Communicator::intern)
@@ -450,7 +449,7 @@ PYBIND11_MODULE(_core, m) {
                                bytes, background);
           },
           py::call_guard<py::gil_scoped_release>())
-      .def("wait", &Communicator::wait, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Communicator::wait)
       .def("transfer_done", &Communicator::done)
       .def("transfer_peer", &Communicator::peer)
       .def_property("timeout", &Communicator::timeout, &Communicator::set_timeout)

@@ -25,13 +25,15 @@ using std::chrono::steady_clock;
 constexpr int kFifoDepth = 4;
 
 constexpr std::size_t kMaxPlans = 512;
+constexpr std::size_t kMaxNames = 1024;  // of algorithms; the room is reserved
 
 // The composition that Assembly does by hand where it is small.
 constexpr const char* kByNode = "hierarchical(direct_two_shot, direct_one_shot)";
 
 // Marks the communicator as in use by one thread; a second one is refused rather than interleaved.
-// A plain load and store: this is on the path of every call, and has to find misuse, not to be a
-// lock.
+// A plain load and store, since this is on the path of every call: Python's threads come here with
+// the GIL, which keeps them apart, and the queue's own thread runs calls only while `queued_` is
+// not 0, which keeps others out.
 class Busy {
  public:
   explicit Busy(std::atomic<bool>& flag) : flag_(flag) {
@@ -77,11 +79,13 @@ std::function<void(void*&)> Communicator::on_tick;
 // ---- work -------------------------------------------------------------------------------------
 
 bool Work::done() const {
+  check_process();
   std::lock_guard lock(mutex_);
   return done_;
 }
 
 bool Work::wait(double seconds) {
+  check_process();
   std::unique_lock lock(mutex_);
   if (seconds < 0) {
     changed_.wait(lock, [this] { return done_; });
@@ -91,8 +95,16 @@ bool Work::wait(double seconds) {
 }
 
 std::exception_ptr Work::error() const {
+  check_process();
   std::lock_guard lock(mutex_);
   return error_;
+}
+
+// The thread that would finish it is in another process.
+void Work::check_process() const {
+  if (birth_.in_child())
+    throw Error(ErrorKind::closed,
+                "this process was forked while the call was under way, which ends in the parent");
 }
 
 std::pair<double, double> Work::span() const {
@@ -118,6 +130,8 @@ void Work::finish(std::exception_ptr error) {
 Communicator::Communicator(CommunicatorConfig config)
     : config_(std::move(config)), timeout_s_(config_.timeout_s) {
   const int n = config_.nranks;
+  names_.reserve(kMaxNames);
+  direct_shape_.reserve(kMaxNames);
   links_.to.assign(n, nullptr);
   links_.max_channels = kProgramChannels;
   bool everyone = config_.region != nullptr;
@@ -189,7 +203,7 @@ void Communicator::watch_peers() {
 Communicator::~Communicator() { close(); }
 
 void Communicator::close() {
-  if (closed_.exchange(true)) return;
+  if (birth_.in_child() || closed_.exchange(true)) return;
   {
     std::lock_guard lock(queue_mutex_);
     stop_ = true;
@@ -213,6 +227,11 @@ std::string Communicator::transports() const {
 }
 
 void Communicator::check_open() const {
+  if (birth_.in_child())
+    throw Error(ErrorKind::closed,
+                "this process was forked after the communicator was made, which belongs to the "
+                "parent: call it there, or start the process by another method than fork (spawn) "
+                "and give it ranks of its own");
   if (closed_) throw Error(ErrorKind::closed, "this communicator is closed");
   if (broken_)
     throw Error(ErrorKind::aborted,
@@ -228,6 +247,9 @@ int Communicator::intern(const std::string& algorithm) {
     throw Error(ErrorKind::invalid, "algorithm name '" + algorithm + "' is longer than " +
                                         std::to_string(sizeof Signature::algorithm - 1) +
                                         " characters");
+  if (names_.size() == kMaxNames)
+    throw Error(ErrorKind::invalid, "more than " + std::to_string(kMaxNames) +
+                                        " different algorithms on one communicator");
   recorder_->name_algorithm(names_.size(), algorithm);
   names_.push_back(algorithm);
   direct_shape_.push_back(algorithm == "direct_one_shot"   ? 1
@@ -238,6 +260,7 @@ int Communicator::intern(const std::string& algorithm) {
 }
 
 void Communicator::define(const std::string& algorithm, const Schedule& schedule) {
+  std::lock_guard lock(defined_mutex_);
   defined_[{algorithm, schedule.collective}].insert_or_assign(schedule.world.root, schedule);
 }
 
@@ -274,7 +297,7 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
   return s;
 }
 
-void Communicator::run(const Call& call, const Options& options) {
+void Communicator::run(const Call& call, const Options& options, bool lengthy) {
   check_open();
   if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
   if (queued_.load(std::memory_order_acquire) != 0) {
@@ -285,6 +308,7 @@ void Communicator::run(const Call& call, const Options& options) {
     return;
   }
   Busy busy(busy_);
+  const Lengthy scope(lengthy ? this : nullptr);
   ++issued_;
   execute(call, options);
 }
@@ -344,7 +368,7 @@ void Communicator::dispatch(const Call& call, const Options& options) {
     const int shape = options.algorithm == kDefault ? 0 : direct_shape_[options.algorithm];
     const bool direct = shape == 1 || shape == 2;
     if (direct_ && (options.algorithm == kDefault || direct))
-      direct_->run(call, shape == 2, signature, hash, segments_);
+      direct_->run(call, shape == 2, signature, hash, segments_now());
     else if (options.algorithm == kDefault)
       agree(signature, hash, 0);  // which is a barrier
     else if (direct && assembly_->fits(call, config_.tuning.assembled_max))
@@ -381,14 +405,20 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   if (found != programs_.end()) return found->second;
   const std::string& name = names_[key.algorithm];
   Schedule schedule;
-  const auto custom = defined_.find({name, key.collective});
-  if (custom != defined_.end()) {
-    const auto at = custom->second.find(key.root);
-    if (at == custom->second.end())
-      throw Error(ErrorKind::unsupported,
-                  "algorithm '" + name + "' was not defined for root " + std::to_string(key.root));
-    schedule = at->second;
-  } else {
+  bool custom = false;
+  {
+    std::lock_guard lock(defined_mutex_);
+    const auto roots = defined_.find({name, key.collective});
+    custom = roots != defined_.end();
+    if (custom) {
+      const auto at = roots->second.find(key.root);
+      if (at == roots->second.end())
+        throw Error(ErrorKind::unsupported, "algorithm '" + name + "' was not defined for root " +
+                                                std::to_string(key.root));
+      schedule = at->second;
+    }
+  }
+  if (!custom) {
     World world;
     world.nranks = config_.nranks;
     world.root = key.root;
@@ -491,7 +521,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
 std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
   ++issued_;
-  auto work = std::make_shared<Work>();
+  auto work = make_for_this_process<Work>();
   std::lock_guard lock(queue_mutex_);
   queued_.fetch_add(1, std::memory_order_relaxed);
   queue_.push_back({std::move(call), options, work});

@@ -23,6 +23,7 @@
 #include "gate.hpp"
 #include "liveness.hpp"
 #include "point_to_point.hpp"
+#include "process.hpp"
 #include "recorder.hpp"
 #include "schedule.hpp"
 #include "transport_mpi.hpp"
@@ -60,6 +61,8 @@ class Work {
   friend class Communicator;
   void begin();
   void finish(std::exception_ptr error);
+  void check_process() const;
+  Birth birth_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool done_ = false;
@@ -103,7 +106,9 @@ class Communicator : public Watch {
     double factor[2] = {1, 0};  // premul_sum
   };
   // Runs the call on the calling thread, behind asynchronous calls that are still queued.
-  void run(const Call& call, const Options& options);
+  // `lengthy`: the call may take so long that other Python threads are to run meanwhile. The GIL is
+  // given up only once this call has claimed the communicator.
+  void run(const Call& call, const Options& options, bool lengthy = false);
   // Queues the call; the arrays must live until the work is done.
   std::shared_ptr<Work> submit(Call call, Options options);
 
@@ -113,7 +118,10 @@ class Communicator : public Watch {
                            bool background);
   // Until all are done; throws the first error.
   void wait(const std::vector<PostedTransfer>& posted);
-  bool done(const PostedTransfer& t) { return p2p_->done(t); }
+  bool done(const PostedTransfer& t) {
+    if (birth_.in_child()) check_open();
+    return p2p_->done(t);
+  }
   // Whom a transfer is with; PointToPoint::kAnyPeer while a receive from any peer waits.
   int peer(const PostedTransfer& t) { return p2p_->peer(t); }
 
@@ -143,7 +151,6 @@ class Communicator : public Watch {
   // What ranks settle when calls no longer work; none unless all ranks share a region.
   std::shared_ptr<Council> council() const { return council_; }
   const Recorder& recorder() const { return *recorder_; }
-  int queued() const { return queued_.load(std::memory_order_relaxed); }
 
   // Installed by the bindings: the GIL is given up while a wait is slow, and signals are looked at.
   static std::function<void*()> on_enter_slow;
@@ -192,6 +199,19 @@ class Communicator : public Watch {
     Communicator& comm;
   };
 
+  // While it lives, this thread is as in a slow wait: without the GIL.
+  struct Lengthy {
+    Communicator* comm;
+    explicit Lengthy(Communicator* c) : comm(c) {
+      if (comm != nullptr) comm->enter_slow();
+    }
+    ~Lengthy() {
+      if (comm != nullptr) comm->leave_slow();
+    }
+    Lengthy(const Lengthy&) = delete;
+    Lengthy& operator=(const Lengthy&) = delete;
+  };
+
   void check(const Where& where, std::chrono::steady_clock::time_point since) override;
   void check_peers(const Where& where, std::chrono::steady_clock::time_point since);
   void enter_slow() override;
@@ -222,6 +242,7 @@ class Communicator : public Watch {
   void transfer_worker();
   void wake_transfer_worker();
 
+  Birth birth_;
   CommunicatorConfig config_;
   std::vector<int> numbers_;  // rank number of each local rank
   std::unique_ptr<ShmTransport> shm_;
@@ -236,10 +257,11 @@ class Communicator : public Watch {
   std::unique_ptr<HostEngine> engine_;
   std::unique_ptr<PointToPoint> p2p_;
 
-  std::vector<std::string> names_;
+  std::vector<std::string> names_;  // never moves: a queued call may read it while another is made
   // Of each name: 1 one shot, 2 two shot, 3 both by node, 0 none of these.
   std::vector<int> direct_shape_;
   bool groups_are_nodes_ = false;  // the ranks of a node, and they alone, share a region
+  std::mutex defined_mutex_;
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
@@ -261,7 +283,15 @@ class Communicator : public Watch {
   };
   Signed last_;
 
-  std::vector<SymmetricSegment> segments_;
+  // Segments come and go while queued calls run: a call works on the list as it was at its begin.
+  using Segments = std::vector<SymmetricSegment>;
+  const Segments& segments_now();
+  void change_segments(const std::function<void(Segments&)>& change);
+  std::mutex segments_mutex_;
+  std::shared_ptr<const Segments> segments_ = std::make_shared<const Segments>();
+  std::atomic<std::uint64_t> segments_version_{0};
+  std::shared_ptr<const Segments> call_segments_ = segments_;  // of the thread that runs a call
+  std::uint64_t call_segments_version_ = 0;
   std::map<std::uint64_t, std::shared_ptr<Mapping>> mappings_;
   std::shared_ptr<Mapping> pending_segment_;
 

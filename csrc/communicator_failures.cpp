@@ -17,11 +17,14 @@ constexpr int kKindShift = 16;
 
 constexpr milliseconds kPollPeersEvery{20};
 
+// Waits nest in lengthy calls: the outermost gives up the GIL and takes it back.
 thread_local void* slow_token = nullptr;
+thread_local int slow_depth = 0;
 
 }  // namespace
 
 void Communicator::abort(const std::string& reason) {
+  if (birth_.in_child()) check_open();
   give_up("aborted: " + reason);
   aborted_ = true;
   tell_peers(ErrorKind::aborted, reason);
@@ -134,10 +137,11 @@ void Communicator::check_devices(int q) {
 
 void Communicator::enter_slow() {
   recorder_->waits();
-  if (on_enter_slow) slow_token = on_enter_slow();
+  if (slow_depth++ == 0 && on_enter_slow) slow_token = on_enter_slow();
 }
 
 void Communicator::leave_slow() {
+  if (--slow_depth != 0) return;
   if (on_leave_slow) on_leave_slow(slow_token);
   slow_token = nullptr;
 }

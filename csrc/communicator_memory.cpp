@@ -36,6 +36,8 @@ PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype,
 }
 
 void Communicator::wait(const std::vector<PostedTransfer>& posted) {
+  if (birth_.in_child()) check_open();
+  const Lengthy scope(this);
   try {
     wait_for_all(posted);
   } catch (const Error& error) {
@@ -140,17 +142,36 @@ std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes,
         segment.base[q] = static_cast<std::byte*>(base);
       }
     }
-    segments_.push_back(std::move(segment));
+    change_segments([&](Segments& list) { list.push_back(std::move(segment)); });
   }
   std::byte* own = mapping->own;
   mappings_[id] = std::move(mapping);
   return own;
 }
 
+void Communicator::change_segments(const std::function<void(Segments&)>& change) {
+  std::lock_guard lock(segments_mutex_);
+  auto changed = std::make_shared<Segments>(*segments_);
+  change(*changed);
+  segments_ = std::move(changed);
+  segments_version_.fetch_add(1, std::memory_order_release);
+}
+
+const Communicator::Segments& Communicator::segments_now() {
+  if (segments_version_.load(std::memory_order_acquire) != call_segments_version_) {
+    std::lock_guard lock(segments_mutex_);
+    call_segments_ = segments_;
+    call_segments_version_ = segments_version_.load(std::memory_order_relaxed);
+  }
+  return *call_segments_;
+}
+
 void Communicator::release_segment(std::uint64_t id) {
-  segments_.erase(std::remove_if(segments_.begin(), segments_.end(),
-                                 [&](const SymmetricSegment& s) { return s.id == id; }),
-                  segments_.end());
+  change_segments([&](Segments& list) {
+    list.erase(std::remove_if(list.begin(), list.end(),
+                              [&](const SymmetricSegment& s) { return s.id == id; }),
+               list.end());
+  });
   mappings_.erase(id);
 }
 

@@ -469,6 +469,7 @@ def test_a_frame_cannot_be_replayed():
             "group": "world",
             "job": "",
             "timeout": 5,
+            "asked": 5,
             "host": "h",
             "pid": 1,
         }

@@ -57,6 +57,31 @@ def is_loopback(host: str) -> bool:
     )
 
 
+def _read_private(path: str, name: str) -> bytes:
+    """What is in a file that nobody else can read or have put there."""
+    try:
+        # A link could be another user's; O_NONBLOCK: a FIFO would wait for its writer.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BootstrapError(f"{name} is a symbolic link: name the file itself") from error
+        raise BootstrapError(f"{name} cannot be read: {error.strerror}") from error
+    with open(file, "rb") as opened:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise BootstrapError(f"{name} is no regular file")
+        if found.st_uid not in (os.geteuid(), 0):
+            raise BootstrapError(
+                f"{name} belongs to user {found.st_uid}, this process to user {os.geteuid()}"
+            )
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            mode = found.st_mode & 0o777
+            raise BootstrapError(
+                f"{name} can be read or written by others (mode {mode:o}): chmod 600 it"
+            )
+        return opened.read(1 << 16).strip()
+
+
 def read_secret(settings: Settings) -> bytes:
     """The secret that the settings name, b"" if none. Raises BootstrapError for one that is short
     or not private.
@@ -65,16 +90,7 @@ def read_secret(settings: Settings) -> bytes:
         raise BootstrapError("COLLECTIVES_SECRET and COLLECTIVES_SECRET_FILE are both set; set one")
     if settings.secret_file:
         name = f"COLLECTIVES_SECRET_FILE {settings.secret_file!r}"
-        try:
-            with open(settings.secret_file, "rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                secret = file.read(1 << 16).strip()
-        except OSError as error:
-            raise BootstrapError(f"{name} cannot be read: {error.strerror}") from error
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise BootstrapError(
-                f"{name} can be read or written by others (mode {mode & 0o777:o}): chmod 600 it"
-            )
+        secret = _read_private(settings.secret_file, name)
     else:
         name = "COLLECTIVES_SECRET"
         secret = settings.secret.strip().encode()

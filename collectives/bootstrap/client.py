@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hmac
-import json
 import os
 import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from ..config import DEFAULT_TIMEOUT
 from ..errors import (
@@ -21,6 +20,7 @@ from ..errors import (
     DeadlineError,
     PeerDiedError,
 )
+from .forks import Birth, close_sockets_in_child
 from .groups import Base, Failure, failure_of, part_name
 from .wire import (
     ABORT,
@@ -40,16 +40,21 @@ from .wire import (
     RESULT,
     VERDICT,
     WELCOME,
+    Hello,
     Link,
     pack_call,
+    pack_hello,
     prove,
     tune,
     unpack_failure,
     unpack_list,
+    unpack_welcome,
 )
 
 if TYPE_CHECKING:
     from .hosting import Hosted
+
+Answer = TypeVar("Answer")
 
 
 class Tcp(Base):
@@ -91,6 +96,7 @@ class Tcp(Base):
         self._group = group
         self._hosted = hosted
         self._host = "rank 0, unless a launcher"  # who runs the server, until it has told
+        self._birth = Birth()
         self._lock = threading.Lock()  # one call at a time
         self._send_lock = threading.Lock()  # one frame at a time: abort does not wait for a call
         self._failure: Failure | None = None
@@ -101,6 +107,7 @@ class Tcp(Base):
         except BaseException:
             self._release()
             raise
+        close_sockets_in_child(self)
         try:
             self.job = self._join(deadline)
         except BaseException:
@@ -173,58 +180,63 @@ class Tcp(Base):
 
     def _join(self, deadline: float) -> str:
         left = max(0.0, deadline - time.monotonic())
-        hello = {
-            "rank": self.rank,
-            "size": self.size,
-            "group": self._group,
-            "job": self._job,
-            "timeout": left,
-            "asked": self.timeout,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        kind, payload = self._talk(HELLO, json.dumps(hello).encode(), left, "init")
-        if kind != WELCOME:
-            raise BootstrapError(
-                f"the rendezvous answered a hello with frame {kind}", rank=self.rank
-            )
-        welcome = json.loads(payload)
-        self._host = str(welcome["host"])
-        return str(welcome["job"])
+        hello = Hello(
+            rank=self.rank,
+            size=self.size,
+            group=self._group,
+            job=self._job,
+            timeout=left,
+            asked=self.timeout,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        welcome = self._talk((HELLO, pack_hello(hello)), (WELCOME, unpack_welcome), left, "init")
+        self._host = welcome.host
+        return welcome.job
 
-    def _talk(self, kind: int, payload: bytes, timeout: float, op: str) -> tuple[int, bytes]:
-        """Sends one frame and waits for one; any error is remembered, since the conversation is
-        then broken.
+    def _talk(
+        self,
+        question: tuple[int, bytes],
+        answers: tuple[int, Callable[[bytes], Answer]],
+        timeout: float,
+        op: str,
+    ) -> Answer:
+        """Sends one frame, waits for one of the kind that answers it, and decodes that; any error
+        is remembered, since the conversation is then broken.
         """
         deadline = time.monotonic() + timeout + GRACE
+        decoded: Answer | None = None
         try:
             try:
                 self._sock.settimeout(min(timeout + GRACE, FOREVER))
                 with self._send_lock:
-                    self._sock.sendall(self._link.seal(kind, payload))
+                    self._sock.sendall(self._link.seal(*question))
             except (BrokenPipeError, ConnectionResetError):
                 pass  # what the server said before it hung up is still to be read
             answer = self._receive(deadline)
-            if answer is None:
+            if answer is not None and answer[0] == ERROR:
+                self._failure = unpack_failure(answer[1])
+            elif answer is not None and answer[0] != answers[0]:
+                raise ValueError(f"it answered {op} with frame {answer[0]}")
+            elif answer is not None:
+                decoded = answers[1](answer[1])
+            else:
                 self._failure = failure_of(
                     DeadlineError,
                     f"{op}: the rendezvous at {self._where} did not answer in {timeout + GRACE:g} "
                     f"s; has {self._host}, which hosts it, stopped?",
                 )
         except (OSError, ValueError) as error:
-            answer = None
             self._failure = self._lost(str(error))
         except BaseException as error:
             self._failure = failure_of(
                 CollectiveError, f"{op} was interrupted by {type(error).__name__}"
             )
             raise
-        if answer is not None and answer[0] == ERROR:
-            self._failure = unpack_failure(answer[1])
         if self._failure is not None:
             raise self._failure.error(self.rank)
-        assert answer is not None
-        return answer
+        assert decoded is not None
+        return decoded
 
     def _receive(self, deadline: float) -> tuple[int, bytes] | None:
         """The next frame, None at the deadline. Raises OSError or ValueError if the connection is
@@ -249,12 +261,17 @@ class Tcp(Base):
         )
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
+        self._birth.check(self.rank)
         with self._lock:
             self._raise_if_broken()
-            kind, payload = self._talk(CALL, pack_call(op, data, timeout), timeout, op)
-        if kind != RESULT:
-            raise CollectiveError(f"the rendezvous answered {op} with frame {kind}", rank=self.rank)
-        return unpack_list(payload)
+            call = pack_call(op, data, timeout)
+            return self._talk((CALL, call), (RESULT, self._parts), timeout, op)
+
+    def _parts(self, payload: bytes) -> list[bytes]:
+        parts = unpack_list(payload)
+        if len(parts) != self.size:
+            raise ValueError(f"it answered with {len(parts)} parts for {self.size} ranks")
+        return parts
 
     def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Tcp:
         self.check()
@@ -271,6 +288,7 @@ class Tcp(Base):
         )
 
     def check(self) -> None:
+        self._birth.check(self.rank)
         if not self._lock.acquire(blocking=False):
             return  # another thread waits in a call, which will raise
         try:
@@ -308,6 +326,7 @@ class Tcp(Base):
             raise self._failure.error(self.rank)
 
     def abort(self, reason: str) -> None:
+        self._birth.check(self.rank)
         # Without the lock of calls, which another thread may hold: its call is what this ends.
         if self._failure is None and not self._closed:
             try:
@@ -316,7 +335,12 @@ class Tcp(Base):
             except OSError as error:
                 self._failure = self._lost(str(error))
 
+    def close_sockets(self) -> None:
+        self._sock.close()
+
     def close(self) -> None:
+        if self._birth.in_child():
+            return
         with self._lock:
             if self._closed:
                 return

@@ -47,6 +47,7 @@ class Hosted:
         return self
 
     def release(self) -> None:
+        """Ends the server with its last user."""
         with self._lock:
             self._users -= 1
             if self._users == 0:

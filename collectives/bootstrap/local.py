@@ -14,6 +14,7 @@ from ..errors import (
     MismatchError,
     PeerDiedError,
 )
+from .forks import Birth
 from .groups import Base, Group, new_job
 
 
@@ -78,6 +79,7 @@ class Threads(Base):
         self.job = hub.group.job
         self.timeout = timeout
         self._hub = hub
+        self._birth = Birth()
         self._closed = False
 
     @classmethod
@@ -90,6 +92,7 @@ class Threads(Base):
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
         hub = self._hub
+        self._birth.check(self.rank)
         with hub.condition:
             self.check()
             current = hub.group.put(self.rank, op, data)
@@ -127,6 +130,7 @@ class Threads(Base):
             raise self._hub.group.failure.error(self.rank)
 
     def abort(self, reason: str) -> None:
+        self._birth.check(self.rank)
         self._hub.fail(AbortedError, f"rank {self.rank} aborted: {reason}", self.rank)
 
     def fail(self, error: BaseException) -> None:
@@ -137,6 +141,8 @@ class Threads(Base):
         self._hub.fail(PeerDiedError, f"rank {self.rank} failed: {text}", self.rank)
 
     def close(self) -> None:
+        if self._birth.in_child():
+            return  # whoever held the lock is in the parent
         with self._hub.condition:
             if not self._closed:
                 self._closed = True

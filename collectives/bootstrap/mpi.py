@@ -18,6 +18,7 @@ from ..errors import (
     DeadlineError,
     MismatchError,
 )
+from .forks import Birth
 from .groups import Base, Failure, failure_of, name_ranks, new_job
 
 
@@ -50,6 +51,7 @@ class Mpi(Base):
                 "Merge()"
             )
         self._mpi = MPI
+        self._birth = Birth()
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.timeout = timeout
@@ -123,6 +125,7 @@ class Mpi(Base):
         return Mpi(comm, self.timeout, own=True)
 
     def check(self) -> None:
+        self._birth.check(self.rank)
         if self._failure is not None:
             raise self._failure.error(self.rank)
         if self._closed or self._mpi.Is_finalized():
@@ -135,7 +138,7 @@ class Mpi(Base):
             )
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or self._birth.in_child():
             return
         self._closed = True
         # Freeing is collective, so a broken group is left to MPI_Finalize.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import hmac
 import itertools
-import json
 import math
 import secrets
 import selectors
@@ -13,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import (
     AbortedError,
@@ -22,6 +21,7 @@ from ..errors import (
     CollectiveError,
     PeerDiedError,
 )
+from .forks import Birth, close_sockets_in_child
 from .groups import Failure, Group, Round, failure_of, name_ranks, parent_of
 from .wire import (
     ABORT,
@@ -40,16 +40,21 @@ from .wire import (
     REFUSED,
     RESULT,
     WELCOME,
+    Hello,
+    Welcome,
     Link,
     bounded,
     pack_failure,
     pack_list,
+    pack_welcome,
     prove,
     tune,
     unpack_call,
+    unpack_hello,
 )
 
 STRANGERS = 256  # connections without a proof at a time; a job's own ranks come on top
+REMEMBERED = 1024  # groups that ended before all came, for ranks that come to them late
 
 
 class _Connection:
@@ -68,10 +73,23 @@ class _Connection:
         self.ending = False  # close it when all is sent
         self.told = False  # knows of its group's failure
         self.alarm = math.inf  # when the server next looks whether its wait is over
+        self.timers: list[_Timer] = []
+        self.proved_by = time.monotonic() + HANDSHAKE_SECONDS
 
     @property
     def where(self) -> str:
         return f"rank {self.rank} ({self.who})"
+
+
+class _Timer:
+    """What happens when it is `when`, unless it was cancelled."""
+
+    def __init__(self, when: float, action: Callable[[], None]) -> None:
+        self.when = when
+        self.action: Callable[[], None] | None = action
+
+    def __lt__(self, other: _Timer) -> bool:
+        return self.when < other.when
 
 
 class _Wait(NamedTuple):
@@ -90,6 +108,7 @@ class _Meeting:
         self.founder = host
         self.members: dict[int, _Connection] = {}
         self.waiting: dict[int, _Wait] = {}
+        self.timers: list[_Timer] = []  # of those who wait for the others to come
         self.complete = False
 
 
@@ -129,11 +148,14 @@ class Server:
         self._strangers: dict[_Connection, None] = {}  # in order of arrival
         self._meetings: dict[str, _Meeting] = {}
         self._failed: dict[str, Failure] = {}  # why, by the job of a group that is broken
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_ids = itertools.count()
+        self._deserted: dict[str, None] = {}  # groups that ended in trouble, oldest first
+        self._timers: list[_Timer] = []
+        self._cancelled = 0  # timers that are still in the heap
         self._stop_at: float | None = None
         self._stopping = False
         self.lost: list[int] = []  # ranks of the world that left without a goodbye, in order
+        self._birth = Birth()
+        close_sockets_in_child(self)
         self._thread = threading.Thread(
             target=self._run, name="collectives-rendezvous", daemon=True
         )
@@ -145,8 +167,10 @@ class Server:
         """Tells ranks that are still there, sends what is still to be sent within `seconds`, and
         ends the thread.
         """
+        if self._birth.in_child():
+            return  # the thread is the parent's
         if self._thread.ident is None:
-            self._close_all()
+            self.close_sockets()
             return
         self._stop_at = time.monotonic() + seconds
         try:
@@ -167,13 +191,15 @@ class Server:
                         self._wake_read.recv(64)
                     else:
                         self._serve(key.data, events)
-                while self._timers and self._timers[0][0] <= time.monotonic():
-                    heapq.heappop(self._timers)[2]()
+                self._drop_silent_strangers()
+                while self._timers and self._timers[0].when <= time.monotonic():
+                    self._ring_timer(heapq.heappop(self._timers))
         finally:
-            self._close_all()
+            self.close_sockets()
 
     def _patience(self) -> float | None:
-        ends = [self._timers[0][0]] if self._timers else []
+        ends = [self._timers[0].when] if self._timers else []
+        ends += [first.proved_by for first in itertools.islice(self._strangers, 1)]
         if self._stop_at is not None:
             ends.append(self._stop_at)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
@@ -190,7 +216,7 @@ class Server:
                 self._tell(meeting)
         return time.monotonic() >= self._stop_at or not any(c.outgoing for c in self._connections)
 
-    def _close_all(self) -> None:
+    def close_sockets(self) -> None:
         for connection in self._connections:
             connection.sock.close()
         self._listener.close()
@@ -198,8 +224,29 @@ class Server:
         self._wake_write.close()
         self._selector.close()
 
-    def _at(self, when: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (when, next(self._timer_ids), action))
+    def _at(self, when: float, action: Callable[[], None]) -> _Timer:
+        timer = _Timer(when, action)
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    def _ring_timer(self, timer: _Timer) -> None:
+        action, timer.action = timer.action, None
+        if action is None:
+            self._cancelled -= 1
+        else:
+            action()
+
+    def _cancel(self, timers: list[_Timer]) -> None:
+        """Forgets what the timers would have done; they themselves go when they are the most."""
+        for timer in timers:
+            if timer.action is not None:
+                timer.action = None
+                self._cancelled += 1
+        timers.clear()
+        if self._cancelled > 64 and self._cancelled > len(self._timers) // 2:
+            self._timers = [timer for timer in self._timers if timer.action is not None]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
 
     # Connections
 
@@ -211,25 +258,33 @@ class Server:
             return
         sock.setblocking(False)
         tune(sock)
-        connection = _Connection(
+        self._admit(
             sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         )
+
+    def _admit(self, sock: socket.socket, address: str) -> _Connection:
+        """A stranger, until it has proved the secret and joined; the oldest make room."""
+        connection = _Connection(sock, address)
         self._connections.add(connection)
         self._strangers[connection] = None
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
-        handshake_end = time.monotonic() + HANDSHAKE_SECONDS
-        self._at(handshake_end, lambda: self._drop_stranger(connection))
         if len(self._strangers) > STRANGERS + self.size:
-            self._drop_stranger(next(iter(self._strangers)))
+            self._close(next(iter(self._strangers)))
+        return connection
 
-    def _drop_stranger(self, connection: _Connection) -> None:
-        if connection in self._strangers:
-            self._close(connection)
+    def _drop_silent_strangers(self) -> None:
+        now = time.monotonic()
+        while self._strangers:
+            oldest = next(iter(self._strangers))
+            if oldest.proved_by > now:
+                return
+            self._close(oldest)
 
     def _close(self, connection: _Connection) -> None:
         self._strangers.pop(connection, None)
         if connection in self._connections:
             self._connections.remove(connection)
+            self._cancel(connection.timers)
             self._selector.unregister(connection.sock)
             connection.sock.close()
 
@@ -310,7 +365,7 @@ class Server:
         if connection.meeting is None:
             if kind != HELLO:
                 raise ValueError(f"frame {kind} before a hello")
-            self._join(connection, json.loads(payload))
+            self._join(connection, unpack_hello(payload))
             return
         meeting, rank = connection.meeting, connection.rank
         group = meeting.group
@@ -330,8 +385,11 @@ class Server:
             group.leave(rank)
             connection.ending = True
             del meeting.members[rank]
-            if not meeting.members and meeting.complete:
-                self._meetings.pop(group.name, None)
+            if not meeting.members:
+                if meeting.complete:
+                    self._meetings.pop(group.name, None)
+                else:
+                    self._desert(meeting)
         elif kind == ABORT:
             group.fail(AbortedError, f"rank {rank} aborted: {payload.decode()}", rank)
         else:
@@ -339,10 +397,10 @@ class Server:
         if group.failure is not None:
             self._tell(meeting)
 
-    def _join(self, connection: _Connection, hello: dict[str, Any]) -> None:
-        rank, size, name = int(hello["rank"]), int(hello["size"]), str(hello["group"])
-        job, timeout = str(hello["job"]), float(hello["timeout"])
-        connection.who = f"{hello['host']}, pid {int(hello['pid'])}"
+    def _join(self, connection: _Connection, hello: Hello) -> None:
+        rank, size, name = hello.rank, hello.size, hello.group
+        job, timeout = hello.job, hello.timeout
+        connection.who = f"{hello.host}, pid {hello.pid}"
         connection.rank = rank
         self._strangers.pop(connection, None)
         if job and self._job and job != self._job:
@@ -364,6 +422,8 @@ class Server:
                 f"group {name!r}: {connection.where} says it has {size} ranks, "
                 f"{meeting.founder.where} said {meeting.group.size}"
             )
+        elif not 1 <= size <= self.size:
+            message = f"group {name!r} of {size} ranks: this job has {self.size}"
         elif not 0 <= rank < size:
             message = (
                 f"{connection.where} is no rank of a world of {size}: ranks are 0 to {size - 1}"
@@ -399,13 +459,14 @@ class Server:
             self._tell(meeting)
         elif len(meeting.members) == size:
             meeting.complete = True
-            welcome = json.dumps({"job": meeting.group.job, "host": self._host}).encode()
+            self._cancel(meeting.timers)
+            welcome = pack_welcome(Welcome(meeting.group.job, self._host))
             for member in meeting.members.values():
                 self._send(member, WELCOME, welcome)
         else:
             deadline = time.monotonic() + bounded(timeout)
-            asked = float(hello["asked"])
-            self._at(deadline, lambda: self._expire_meeting(meeting, asked))
+            expire = self._at(deadline, lambda: self._expire_meeting(meeting, hello.asked))
+            meeting.timers.append(expire)
 
     def _refuse(self, connection: _Connection, message: str) -> None:
         self._send(connection, ERROR, pack_failure(failure_of(BootstrapError, message)))
@@ -429,12 +490,15 @@ class Server:
         deadline = meeting.waiting[connection.rank].deadline
         if deadline < connection.alarm:
             connection.alarm = deadline
-            self._at(deadline, lambda: self._ring(meeting, connection, deadline))
+            connection.timers.append(
+                self._at(deadline, lambda: self._ring(meeting, connection, deadline))
+            )
 
     def _ring(self, meeting: _Meeting, connection: _Connection, set_to: float) -> None:
         if connection.alarm != set_to or connection not in self._connections:
             return
         connection.alarm = math.inf
+        connection.timers.clear()
         wait = meeting.waiting.get(connection.rank)
         if wait is None or meeting.group.failure is not None:
             return
@@ -465,13 +529,25 @@ class Server:
             return
         del meeting.members[connection.rank]
         meeting.waiting.pop(connection.rank, None)
-        if meeting.group.name.startswith("world"):
+        if meeting.group.name.startswith("world") and connection.rank not in self.lost:
             self.lost.append(connection.rank)
         when = "" if meeting.complete else " while the others gathered"
         meeting.group.fail(
             PeerDiedError, f"{connection.where} is gone{when}: {why}", connection.rank
         )
         self._tell(meeting)
+        if not meeting.members:
+            self._desert(meeting)
+
+    def _desert(self, meeting: _Meeting) -> None:
+        """Who comes late to a group that is no more still hears why, if it is of the latest."""
+        self._cancel(meeting.timers)
+        self._deserted[meeting.group.name] = None
+        if len(self._deserted) > REMEMBERED:
+            name = next(iter(self._deserted))
+            del self._deserted[name]
+            if name in self._meetings and not self._meetings[name].members:
+                self._failed.pop(self._meetings.pop(name).group.job, None)
 
     def _tell(self, meeting: _Meeting) -> None:
         """Sends a group's failure to all members that do not know it yet."""

@@ -14,6 +14,7 @@ import json
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..errors import CollectiveError
 from .groups import Failure
@@ -94,6 +95,8 @@ def bounded(seconds: float) -> float:
     return seconds if 0 <= seconds < FOREVER else FOREVER
 
 
+# What is in frames. Whatever the bytes are, decoding ends in a value or in ValueError.
+
 _CALL_HEADER = struct.Struct("!dH")
 
 
@@ -103,8 +106,12 @@ def pack_call(op: str, data: bytes, timeout: float) -> bytes:
 
 
 def unpack_call(payload: bytes) -> tuple[str, bytes, float]:
-    timeout, length = _CALL_HEADER.unpack_from(payload)
     begin = _CALL_HEADER.size
+    if len(payload) < begin:
+        raise ValueError(f"a call of {len(payload)} bytes")
+    timeout, length = _CALL_HEADER.unpack_from(payload)
+    if len(payload) < begin + length:
+        raise ValueError(f"a call whose name has {length} bytes, of {len(payload)} in all")
     return payload[begin : begin + length].decode(), payload[begin + length :], timeout
 
 
@@ -113,10 +120,72 @@ def pack_list(parts: Sequence[bytes]) -> bytes:
 
 
 def unpack_list(payload: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("!I", payload)
-    lengths = struct.unpack_from(f"!{count}Q", payload, 4)
+    count = int.from_bytes(payload[:4], "big")
+    if len(payload) < 4 + 8 * count:
+        raise ValueError(f"a list of {count} parts in {len(payload)} bytes")
+    lengths = [length for (length,) in struct.iter_unpack("!Q", payload[4 : 4 + 8 * count])]
     ends = list(itertools.accumulate(lengths, initial=4 + 8 * count))
+    if ends[-1] != len(payload):
+        raise ValueError(f"a list of {ends[-1]} bytes in {len(payload)}")
     return [payload[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def unpack_fields(payload: bytes) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        fields = json.loads(payload)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"JSON of a {type(fields).__name__}, where an object should be")
+    return fields
+
+
+class Hello(NamedTuple):
+    """What a rank says of itself when it joins a group.
+
+    timeout  seconds that it still waits
+    asked    seconds that its user gave it
+    """
+
+    rank: int
+    size: int
+    group: str
+    job: str
+    timeout: float
+    asked: float
+    host: str
+    pid: int
+
+
+def pack_hello(hello: Hello) -> bytes:
+    return json.dumps(hello._asdict()).encode()
+
+
+def unpack_hello(payload: bytes) -> Hello:
+    fields = unpack_fields(payload)
+    kinds: list[Any] = [int, int, str, str, (int, float), (int, float), str, int]
+    for name, kind in zip(Hello._fields, kinds, strict=True):
+        got = fields.get(name)
+        if not isinstance(got, kind) or isinstance(got, bool):
+            raise ValueError(f"a hello whose {name} is {got!r:.40}")
+    return Hello(**{name: fields[name] for name in Hello._fields})
+
+
+class Welcome(NamedTuple):
+    """What a rank hears when all have come: the group's job, and who runs the server."""
+
+    job: str
+    host: str
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    return json.dumps(welcome._asdict()).encode()
+
+
+def unpack_welcome(payload: bytes) -> Welcome:
+    fields = unpack_fields(payload)
+    return Welcome(str(fields.get("job", "")), str(fields.get("host", "")))
 
 
 def pack_failure(failure: Failure) -> bytes:
@@ -124,8 +193,11 @@ def pack_failure(failure: Failure) -> bytes:
 
 
 def unpack_failure(payload: bytes) -> Failure:
-    fields = json.loads(payload)
-    return Failure(str(fields["kind"]), str(fields["message"]), fields.get("peer"))
+    fields = unpack_fields(payload)
+    peer = fields.get("peer")
+    return Failure(
+        str(fields.get("kind")), str(fields.get("message")), peer if isinstance(peer, int) else None
+    )
 
 
 def tune(sock: socket.socket) -> None:
