@@ -202,6 +202,23 @@ class Sharing {
   std::uint64_t stamp_ = 0;
 };
 
+// What tells connections apart. In a world of one node that stands for all, ways differ where the
+// receivers do.
+struct Ends {
+  int src, dst, route, channel;
+  bool operator==(const Ends& o) const {
+    return src == o.src && dst == o.dst && route == o.route && channel == o.channel;
+  }
+};
+struct HashEnds {
+  std::size_t operator()(const Ends& e) const {
+    std::uint64_t h = 0;
+    for (const int part : {e.src, e.dst, e.route, e.channel})
+      h = (h ^ static_cast<unsigned>(part)) * 0x9E3779B97F4A7C15ull;
+    return h ^ (h >> 32);
+  }
+};
+
 enum class Kind : std::uint8_t { enters, flown, arrives, combined };
 
 struct Event {
@@ -225,17 +242,19 @@ class Simulator {
     lanes_ = std::max(1, std::min(world.lanes, world.segments));
     programs_.resize(static_cast<std::size_t>(world.nranks) * world.nchannels);
     connection_of_.resize(world.messages.size());
-    std::unordered_map<std::uint64_t, int> known;
-    int connections = 0;
+    std::unordered_map<Ends, int, HashEnds> known, wires;
+    std::vector<int> wire_of;  // by connection of lane 0
     for (std::size_t i = 0, end = 0; i < world.messages.size(); i = end) {
       while (end < world.messages.size() && world.messages[end].round == world.messages[i].round)
         ++end;
       for (std::size_t k = i; k < end; ++k) {
         const SimulatedMessage& m = world.messages[k];
-        const std::uint64_t key = (static_cast<std::uint64_t>(m.channel) << 52) |
-                                  (static_cast<std::uint64_t>(m.src) << 26) | m.dst;
-        const auto [at, added] = known.emplace(key, connections);
-        if (added) ++connections;
+        const auto [at, added] =
+            known.emplace(Ends{m.src, m.dst, m.route, m.channel}, static_cast<int>(known.size()));
+        if (added) {
+          const int next = static_cast<int>(wires.size());
+          wire_of.push_back(wires.emplace(Ends{m.src, m.dst, m.route, 0}, next).first->second);
+        }
         connection_of_[k] = at->second;
         programs_[program(m.src, m.channel)].push_back({static_cast<int>(k), false});
       }
@@ -244,7 +263,10 @@ class Simulator {
         programs_[program(m.dst, m.channel)].push_back({static_cast<int>(k), true});
       }
     }
-    connections_.resize(static_cast<std::size_t>(connections) * lanes_);
+    connections_.resize(known.size() * lanes_);
+    for (std::size_t c = 0; c < connections_.size(); ++c)
+      connections_[c].wire = wire_of[c / lanes_];
+    wires_.resize(wires.size());
     ring_.resize(connections_.size() * world.slots);
     processes_.resize(programs_.size() * lanes_);
     for (std::size_t p = 0; p < processes_.size(); ++p) {
@@ -302,7 +324,13 @@ class Simulator {
   };
   struct Connection {
     std::uint64_t sent = 0, flown = 0, arrived = 0, taken = 0;
-    int sender = -1, receiver = -1;  // processes
+    int sender = -1, receiver = -1;  // processes, once they got there
+    int wire = 0;
+    int next = -1;  // the connection whose message follows on the wire
+  };
+  // From one rank to another: messages of all channels and lanes leave one after the other.
+  struct Wire {
+    int first = -1, last = -1;  // connections with messages to send
   };
   struct Slot {
     int message = 0;
@@ -365,6 +393,7 @@ class Simulator {
       case Kind::arrives: {
         Connection& c = connections_[event.id];
         ++c.arrived;
+        if (c.receiver < 0) return;  // it has not come so far
         const Process& receiver = processes_[c.receiver];
         if (receiver.receives && receiver.waits_for == event.id) ready_.push_back(c.receiver);
         return;
@@ -376,13 +405,23 @@ class Simulator {
     }
   }
 
-  // The message at the head of the connection has left; the next one may follow.
+  void queue(int c) {
+    Wire& wire = wires_[connections_[c].wire];
+    connections_[c].next = -1;
+    (wire.first < 0 ? wire.first : connections_[wire.last].next) = c;
+    wire.last = c;
+  }
+
+  // The oldest message of the connection, the first on its wire, has left; the next one follows.
   void leave(int c) {
     Connection& connection = connections_[c];
     const int message = slot(c, connection.flown).message;
     ++connection.flown;
     push(now_ + world_.latency[world_.messages[message].route], Kind::arrives, c);
-    if (connection.flown < connection.sent) fly(c);
+    Wire& wire = wires_[connection.wire];
+    wire.first = connection.next;
+    if (connection.flown < connection.sent) queue(c);
+    if (wire.first >= 0) fly(wire.first);
   }
 
   void fly(int c) {
@@ -440,7 +479,11 @@ class Simulator {
         const bool idle = connection.flown == connection.sent;
         ++connection.sent;
         step(p);
-        if (idle) fly(c);
+        if (idle) {
+          const bool free = wires_[connection.wire].first < 0;
+          queue(c);
+          if (free) fly(c);
+        }
         continue;
       }
       connection.receiver = p;
@@ -480,6 +523,7 @@ class Simulator {
   std::vector<int> connection_of_;           // by message, of lane 0
   std::vector<Process> processes_;           // by program and lane
   std::vector<Connection> connections_;
+  std::vector<Wire> wires_;
   std::vector<Slot> ring_;  // the slots of connections
   std::vector<int> ready_;  // processes that may get on
   std::vector<double> combining_until_, finish_;

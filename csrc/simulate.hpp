@@ -3,9 +3,10 @@
 // Ranks run their programs as the host engine does: a program is the messages of one rank on one
 // channel, in the order of the rounds (in each round sends, then receives), once for every segment;
 // segments are dealt to lanes, and programs of different channels and lanes advance independently.
-// A connection holds `slots` messages until its receiver has taken them out, and carries them one
-// after the other. A receiver that combines is busy for as long as that takes; the programs of one
-// rank share it, first come, first served.
+// A connection holds `slots` messages until its receiver has taken them out. What one rank sends to
+// another leaves message by message, those of several channels and lanes in turns. A receiver that
+// combines is busy for as long as that takes; the programs of one rank share it, first come, first
+// served.
 //
 // Messages on their way share links max-min fairly: no flow can get more without taking from one
 // that has no more than it (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition, 1992, section

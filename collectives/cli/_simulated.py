@@ -146,7 +146,11 @@ def tables(result: Comparison) -> list[str]:
                 mark = "*" if name == best.algorithm else " "
                 cells.append(report.microseconds(outcomes[name].seconds * 1e6) + mark)
             lines.append(table.row([*cells, report.number(best.busbw_gbs), best.bottleneck]))
-        approximate = [n for n in names if "approximate" in next(iter(result.outcomes[nodes].values()))[n].method]
+        approximate = [
+            n
+            for n in names
+            if "approximate" in next(iter(result.outcomes[nodes].values()))[n].method
+        ]
         if approximate:
             lines.append(f"# by symmetry, approximate: {', '.join(approximate)}")
         lines.append("")

@@ -51,8 +51,14 @@ def _add_collective(parser: argparse.ArgumentParser) -> None:
         help="let one node stand for all, even where that is approximate",
     )
     add("--links", action="store_true", help="how busy the links of each kind are")
-    add("--import", dest="imports", action="append", default=[], metavar="MODULE",
-        help="a module, or a file .py, that registers algorithms")
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module, or a file .py, that registers algorithms",
+    )
 
 
 def _quantity(text: str) -> float:
@@ -79,22 +85,54 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _simulated.topology_argument(parser, needed=False)
     add("--params", type=_simulated.billions, default=7e9, help="parameters: 7e9 or 7B (7e9)")
     add("--ranks", type=_simulated.numbers, default=[8], help="GPUs: 8,64 or doubled, 8..4096 (8)")
-    add("--sharding", type=_common.one_of("sharding", training.SHARDINGS), action="append",
-        help=f"{', '.join(training.SHARDINGS)}; may be repeated (all)")
-    add("--tokens", type=_simulated.billions, default=default.tokens,
-        help=f"of a micro-batch of a GPU ({default.tokens:.0f})")
-    add("--accumulate", type=_common.positive, default=default.accumulate,
-        help=f"micro-batches of a step ({default.accumulate})")
-    add("--layers", type=_common.positive, default=default.layers,
-        help=f"layers of equal size ({default.layers})")
-    add("--bucket", type=_quantity, default=default.bucket_bytes,
-        help='bytes of a bucket of gradients ("25 MiB")')
-    add("--mfu", type=_share, default=default.mfu,
-        help=f"share of the GPU's peak that computing alone reaches ({default.mfu})")
-    add("--bytes-per-element", type=_common.positive, default=default.element_bytes,
-        help=f"of gradients and parameters on the wire ({default.element_bytes})")
-    add("--jitter", type=_share, default=default.jitter,
-        help=f"standard deviation of a rank's computing time, as a share ({default.jitter:g})")
+    add(
+        "--sharding",
+        type=_common.one_of("sharding", training.SHARDINGS),
+        action="append",
+        help=f"{', '.join(training.SHARDINGS)}; may be repeated (all)",
+    )
+    add(
+        "--tokens",
+        type=_simulated.billions,
+        default=default.tokens,
+        help=f"of a micro-batch of a GPU ({default.tokens:.0f})",
+    )
+    add(
+        "--accumulate",
+        type=_common.positive,
+        default=default.accumulate,
+        help=f"micro-batches of a step ({default.accumulate})",
+    )
+    add(
+        "--layers",
+        type=_common.positive,
+        default=default.layers,
+        help=f"layers of equal size ({default.layers})",
+    )
+    add(
+        "--bucket",
+        type=_quantity,
+        default=default.bucket_bytes,
+        help='bytes of a bucket of gradients ("25 MiB")',
+    )
+    add(
+        "--mfu",
+        type=_share,
+        default=default.mfu,
+        help=f"share of the GPU's peak that computing alone reaches ({default.mfu})",
+    )
+    add(
+        "--bytes-per-element",
+        type=_common.positive,
+        default=default.element_bytes,
+        help=f"of gradients and parameters on the wire ({default.element_bytes})",
+    )
+    add(
+        "--jitter",
+        type=_share,
+        default=default.jitter,
+        help=f"standard deviation of a rank's computing time, as a share ({default.jitter:g})",
+    )
     add("--no-overlap", action="store_true", help="communicate after computing")
     add("-a", "--algorithm", metavar="NAME", help="for all collectives (the fastest for each)")
 
@@ -152,8 +190,10 @@ def _training(args: argparse.Namespace) -> int:
     )
     if args.algorithm:
         _common.algorithm(args.algorithm)
-    print(f"# {args.params:.3g} parameters on {topology.name}; {job.tokens:.0f} tokens a GPU and "
-          f"micro-batch, {job.accumulate} a step, buckets of {job.bucket_bytes / 2**20:.4g} MiB")
+    print(
+        f"# {args.params:.3g} parameters on {topology.name}; {job.tokens:.0f} tokens a GPU and "
+        f"micro-batch, {job.accumulate} a step, buckets of {job.bucket_bytes / 2**20:.4g} MiB"
+    )
     table = training.table()
     print(table.header())
     for sharding in args.sharding or training.SHARDINGS:

@@ -105,14 +105,18 @@ def compare(
 
 def read_measured(paths: Iterable[str | Path], collective: str) -> list[Measured]:
     """The times of `collective` in files that `bench --json` or `compare --json` wrote; folders stand
-    for the files *.json in them. Raises ConfigError for a file that is none.
+    for those of the files *.json in them that are such. Raises ConfigError for a named file that is
+    none.
     """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
     found: dict[tuple[str, int, int], dict[int, float]] = {}
-    for file in files:
-        for row in _rows(file):
+    for file, named in _files(paths):
+        try:
+            rows = _rows(file)
+        except ConfigError:
+            if named:
+                raise
+            continue
+        for row in rows:
             if row["collective"] != collective:
                 continue
             where = f"{row['transport']}, {row['ranks']} ranks, {row['device']}"
@@ -123,6 +127,17 @@ def read_measured(paths: Iterable[str | Path], collective: str) -> list[Measured
                 if peer["time_us"] is not None:
                     _add(found, (name, *key[1:]), row["bytes"], peer["time_us"])
     return [Measured(*key, dict(sorted(times.items()))) for key, times in sorted(found.items())]
+
+
+def _files(paths: Iterable[str | Path]) -> list[tuple[Path, bool]]:
+    """The files, and whether each was named itself."""
+    files: list[tuple[Path, bool]] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += [(file, False) for file in sorted(path.glob("*.json"))]
+        else:
+            files.append((path, True))
+    return files
 
 
 def _add(
@@ -158,7 +173,7 @@ def busbw_gbs(collective: str, ranks: int, nbytes: int, seconds: float) -> float
 
 
 def size_text(nbytes: int) -> str:
-    """"64 KiB"."""
+    """ "64 KiB"."""
     text = format_size(nbytes)
     return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
 
@@ -170,7 +185,9 @@ def in_words(result: Comparison) -> list[str]:
         ranks = result.topology.with_nodes(nodes).nranks
         parts = []
         for name, low, high in result.stretches(nodes):
-            span = f"at {size_text(low)}" if low == high else f"{size_text(low)} - {size_text(high)}"
+            span = (
+                f"at {size_text(low)}" if low == high else f"{size_text(low)} - {size_text(high)}"
+            )
             parts.append(f"{name} ({span})")
         lines.append(f"{nodes} node{'s' * (nodes > 1)}, {ranks} ranks: " + ", ".join(parts))
     return lines

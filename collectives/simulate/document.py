@@ -24,7 +24,9 @@ class Section:
         self._entries: dict[str, tuple[Any, Any]] = {}
         self._known: list[str] = []
         if node.id != "mapping":
-            raise self.error(f"{name} is no mapping of names to values", "write `name: value` lines")
+            raise self.error(
+                f"{name} is no mapping of names to values", "write `name: value` lines"
+            )
         for key, value in node.value:
             if key.id != "scalar":
                 raise self._at(key, "a key is no plain word")

@@ -62,7 +62,9 @@ class Network:
         total = sum(2 * kind.count for kind in self._kinds.values())
         self.capacity: Floats = np.zeros(total)
         for kind in self._kinds.values():
-            self.capacity[kind.first : kind.first + 2 * kind.count] = np.tile(self._bandwidth(kind), 2)
+            self.capacity[kind.first : kind.first + 2 * kind.count] = np.tile(
+                self._bandwidth(kind), 2
+            )
         self.combine_s_byte: Floats = np.full(
             self.nranks, 1 / topology.combine if topology.combine else 0.0
         )

@@ -41,8 +41,13 @@ def picture(result: Comparison, path: str) -> None:
         bottom = min(max(o.busbw_gbs, 1e-6) for by in outcomes.values() for o in by.values())
         for name, low, high in result.stretches(nodes):
             colour = COLOURS[names.index(name) % len(COLOURS)]
-            panel.plot([low / 1.6, high * 1.6], [bottom / 3] * 2, color=colour, linewidth=7,
-                       solid_capstyle="butt")
+            panel.plot(
+                [low / 1.6, high * 1.6],
+                [bottom / 3] * 2,
+                color=colour,
+                linewidth=7,
+                solid_capstyle="butt",
+            )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.xaxis.set_major_locator(LogLocator(base=2, numticks=10))

@@ -30,12 +30,13 @@ def _parse(text: object, units: Mapping[str, float], what: str, examples: str) -
     if match is None:
         if isinstance(text, (int, float)) and not isinstance(text, bool):
             raise ValueError(f"{text!r} has no unit: write {what} such as {examples}")
-        raise ValueError(f"{text!r} is no {what} such as {examples}")
+        raise ValueError(f"{text!r} is not {what} such as {examples}")
     number, unit = float(match[1]), match[2]
     if not unit:
         raise ValueError(f"{text!r} has no unit: write {what} such as {examples}")
     if unit not in units:
-        near = nearest(unit, units)
+        usual = unit.replace("ps", "/s")
+        near = usual if usual in units else nearest(unit, units)
         hint = f"did you mean {near!r}?" if near else "known: " + ", ".join(units)
         raise ValueError(f"{text!r} has the unknown unit {unit!r}; {hint}")
     return number * units[unit]

@@ -149,7 +149,11 @@ class Simulator:
         bare = np.flatnonzero(~kept.any(axis=1))
         kept[bare, widths[bare].argmin(axis=1)] = True
         begin = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int32)
-        return routes.links, (begin, routes.links[kept].astype(np.int32), routes.latency_s), narrowest
+        return (
+            routes.links,
+            (begin, routes.links[kept].astype(np.int32), routes.latency_s),
+            narrowest,
+        )
 
     def run(self, nbytes: int, *, slice_bytes: float | None = None) -> Outcome:
         """A call of `nbytes`: the whole vector, or all blocks of one rank together.

@@ -161,8 +161,8 @@ def load(name: str, nodes: int | None = None) -> Topology:
         path = Path(name)
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(
-                f"unknown topology {name!r}; {did_you_mean(name, presets())} A file of your own "
-                "ends in .yaml"
+                f"unknown topology {name!r} (a file of your own ends in .yaml); "
+                + did_you_mean(name, presets())
             )
     topology = read(path)
     return topology if nodes is None else topology.with_nodes(nodes)
@@ -321,7 +321,9 @@ def _faults(top: Section, links: Sequence[Link]) -> tuple[Fault, ...]:
         if fault.late_s and link:
             raise entry.error("only a GPU enters late", "leave out `link`", key="late")
         if not fault.broken and fault.slower == 1.0 and not fault.late_s:
-            raise entry.error("this fault changes nothing", "say `slower: 2`, `broken: true` or `late`")
+            raise entry.error(
+                "this fault changes nothing", "say `slower: 2`, `broken: true` or `late`"
+            )
         found.append(fault)
     return tuple(found)
 

@@ -57,9 +57,7 @@ def can_follow(algorithm: str, collective: str, nranks: int) -> bool:
     return transfers_of(algorithm, collective, nranks) <= _MOST_TRANSFERS
 
 
-def from_schedule(
-    algorithm: str, collective: str, network: Network, root: int = 0
-) -> Traffic:
+def from_schedule(algorithm: str, collective: str, network: Network, root: int = 0) -> Traffic:
     """The messages of the schedule, rank by rank. Raises what `collectives.schedule` does."""
     n = network.nranks
     several = network.topology.nodes > 1

@@ -14,7 +14,7 @@ simulation of the fastest algorithm says:
     zero-2   the same, but each micro-batch reduces, since only a shard of the gradients is kept
     zero-3   parameters are gathered layer by layer, forward and again backward, one layer ahead;
              reduce_scatter of each layer's gradients
-    hybrid   zero-3 within a node, and all_reduce of the shards between nodes
+    hybrid   zero-3 within a node, and all_reduce of the shards between nodes, on links of its own
 
 Sources: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 13 (2020), doi:10.14778/3415478.3415530 (buckets, overlap); S. Rajbhandari et al., "ZeRO: Memory
@@ -25,6 +25,7 @@ Optimizations Toward Training Trillion Parameter Models", SC 2020, doi:10.1109/S
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from .quantities import seconds_text
 from .simulator import Simulator, candidates
 from .topology import Fault, Topology, with_ranks
 
+_LARGE = 128
 SHARDINGS = ("ddp", "zero-1", "zero-2", "zero-3", "hybrid")
 
 
@@ -135,23 +137,41 @@ class _Network:
         why = ""
         for name in names:
             try:
-                made.append(Simulator(name, collective, topology))
+                made.append(_simulator(name, collective, topology))
             except UnsupportedError as error:
                 why = str(error)
         if not made:
-            raise UnsupportedError(f"nothing can do {collective} for {topology.nranks} ranks: {why}")
+            raise UnsupportedError(
+                f"nothing can do {collective} for {topology.nranks} ranks: {why}"
+            )
         return made
 
 
 def _worthwhile(collective: str, topology: Topology) -> list[str]:
-    """The algorithms that may win with large messages, without those that never do."""
-    slow = ("direct_one_shot", "recursive_doubling", "binomial_tree", "pat", "bruck")
+    """The algorithms that may win with buckets, without those that send more than is needed."""
+    several = topology.nodes > 1 and topology.nranks > topology.nodes
     names = [
         name
         for name in candidates(collective, topology)
-        if name not in slow and "recursive_doubling" not in name
+        if name.startswith("hierarchical" if several else ("direct_two_shot", "halving", "ring"))
+        and ("ring" in name or "halving" in name or not several)
     ]
     return names or candidates(collective, topology)
+
+
+def _simulator(name: str, collective: str, topology: Topology) -> Simulator:
+    """By symmetry in large worlds even where that is approximate: a step has hundreds of calls."""
+    if topology.nranks >= _LARGE:
+        try:
+            return Simulator(name, collective, topology, symmetric=True)
+        except UnsupportedError:
+            pass
+    return Simulator(name, collective, topology)
+
+
+@functools.lru_cache(maxsize=16)
+def _network(topology: Topology, algorithm: str) -> _Network:
+    return _Network(topology, algorithm)
 
 
 def _one_gpu_a_node(topology: Topology) -> Topology:
@@ -160,6 +180,8 @@ def _one_gpu_a_node(topology: Topology) -> Topology:
     links = []
     for link in topology.links:
         device = next(d for d in topology.devices if d.name == link.source)
+        if device.rails:
+            device = next(d for d in topology.devices if d.name == device.rails)
         sharing = min(each, device.count) if device.unit == "gpu" else each
         links.append(replace(link, bandwidth=link.bandwidth / sharing))
     return replace(topology, gpus=(1,), links=tuple(links))
@@ -188,7 +210,7 @@ def step(job: Job, topology: Topology, ranks: int, sharding: str) -> Step:
     waiting = compute * job.jitter * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
     slow = _stragglers(sized.faults)
     waiting += compute * (slow - 1)
-    network = _Network(sized, job.algorithm)
+    network = _network(sized, job.algorithm)
     timeline = _Timeline(job.overlap)
     _FILL[sharding](timeline, job, network, micro, sized)
     exposed = timeline.end() - compute
@@ -199,13 +221,18 @@ def _stragglers(faults: Sequence[Fault]) -> float:
     return max((f.slower for f in faults if not f.link), default=1.0)
 
 
+_NEAR, _BETWEEN = 0, 1  # streams of collectives
+
+
 class _Timeline:
-    """Two streams: computing, and collectives one after the other."""
+    """Streams: computing, and collectives one after the other; those of rails beside those of nodes,
+    since they use other links.
+    """
 
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
         self._computed = 0.0  # until when
-        self._communicated = 0.0
+        self._communicated = [0.0, 0.0]
         self.communication = 0.0
         self._late: list[float] = []  # collectives that wait for the end of computing
 
@@ -214,23 +241,23 @@ class _Timeline:
         self._computed = max(self._computed, after) + seconds
         return self._computed
 
-    def communicate(self, seconds: float, after: float = 0.0) -> float:
+    def communicate(self, seconds: float, after: float = 0.0, stream: int = _NEAR) -> float:
         """A collective, not before `after`; returns when it ends."""
         self.communication += seconds
-        self._communicated = max(self._communicated, after) + seconds
-        return self._communicated
+        self._communicated[stream] = max(self._communicated[stream], after) + seconds
+        return self._communicated[stream]
 
-    def hidden(self, seconds: float, after: float) -> float:
+    def hidden(self, seconds: float, after: float, stream: int = _NEAR) -> float:
         """A collective that nothing waits for before the step ends."""
         if self._overlap:
-            return self.communicate(seconds, after)
+            return self.communicate(seconds, after, stream)
         self.communication += seconds
         self._late.append(seconds)
         return after
 
     def end(self) -> float:
         """When all is done."""
-        return max(self._computed, self._communicated) + sum(self._late)
+        return max(self._computed, *self._communicated) + sum(self._late)
 
 
 def _buckets(job: Job, total: float) -> list[float]:
@@ -289,9 +316,9 @@ def _sharded(group: str) -> Callable[[_Timeline, Job, _Network, float, Topology]
                     here = t.communicate(gather, before if t._overlap else ended)
                     before, ended = ended, t.compute(part / job.layers, here)
                     if backward:
-                        t.hidden(scatter, ended)
+                        scattered = t.hidden(scatter, ended)
                         if between and i == job.accumulate - 1:
-                            t.hidden(between, ended)
+                            t.hidden(between, scattered, _BETWEEN)
 
     return fill
 
