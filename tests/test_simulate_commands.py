@@ -217,8 +217,7 @@ def test_the_page_draws_in_a_browser(page_file, tmp_path):
             "--dump-dom",
             page_file.as_uri(),
         ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=100,
     )

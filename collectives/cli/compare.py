@@ -3,8 +3,8 @@
 All of them take turns in one run, each result is verified before it is timed, and a call's time is
 the median of what the slowest rank takes. The exit status is 1 if any element was wrong.
 
-With --topology nothing runs here: the algorithms are simulated on the machines that it describes, on
-each of the numbers of nodes that --nodes lists.
+With --topology nothing runs here: the algorithms are simulated on the machines that it describes,
+on each of the numbers of nodes that --nodes lists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ examples:
   mpirun -n 2 python -m collectives compare all_reduce --peer mpi --json compare.json
   python -m collectives compare --ranks 4 --nodes 2 --only ring --only hierarchical
   python -m collectives compare --ranks 4 --import my_algorithms.py
-  python -m collectives compare --topology dgx-h100 --nodes 1,2,16,128 --bytes 1K:1G --html page.html
+  python -m collectives compare --topology dgx-h100 --nodes 1,2,16,128 --bytes 1K:1G --html x.html
 """
 
 # An algorithm stays the fastest while it is within so much of whichever is: the noise of a median.

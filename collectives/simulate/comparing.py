@@ -104,8 +104,8 @@ def compare(
 
 
 def read_measured(paths: Iterable[str | Path], collective: str) -> list[Measured]:
-    """The times of `collective` in files that `bench --json` or `compare --json` wrote; folders stand
-    for those of the files *.json in them that are such. Raises ConfigError for a named file that is
+    """The times of `collective` in files that `bench --json` or `compare --json` wrote; a folder
+    stands for those of its files *.json that are such. Raises ConfigError for a named file that is
     none.
     """
     found: dict[tuple[str, int, int], dict[int, float]] = {}

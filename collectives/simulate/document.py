@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,9 +43,9 @@ class Section:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
-    def keys(self) -> list[str]:
-        """In the order of the file."""
-        return list(self._entries)
+    def __iter__(self) -> Iterator[str]:
+        """The keys, in the order of the file."""
+        return iter(self._entries)
 
     def line_of(self, key: str) -> int:
         """The line of a key that is there."""

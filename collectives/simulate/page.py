@@ -86,7 +86,7 @@ def _layout(figure: Any, height: int) -> Any:
     figure.update_layout(
         template="plotly_white",
         height=height,
-        margin={"l": 60, "r": 20, "t": 30, "b": 40},
+        margin={"l": 60, "r": 20, "t": 60, "b": 40},
         legend={"orientation": "h", "y": -0.18},
         font={"family": "system-ui, sans-serif"},
     )
@@ -104,7 +104,8 @@ def _winners(result: Comparison, names: list[str], colours: dict[str, str]) -> A
     sizes = [size_text(s) for s in result.sizes]
     rows = [f"{n} node{'s' * (n > 1)}" for n in result.nodes]
     for name in winners:
-        values, words = [], []
+        values: list[list[int | None]] = []
+        words: list[list[str]] = []
         for nodes in result.nodes:
             values.append([])
             words.append([])

@@ -1,9 +1,9 @@
 """Large worlds by symmetry: one node stands for all.
 
 Where all nodes are alike and an algorithm does the same on each of them, a rank of another node is
-at every moment where the rank in the same place of this node is. So the messages of one node's ranks
-are enough: what a rank sends to another node arrives, at the same moment, from another node. A node
-of 8 GPUs then takes as long to simulate as 8 ranks, whatever the number of nodes.
+at every moment where the rank in the same place of this node is. So the messages of one node's
+ranks are enough: what a rank sends to another node arrives, at the same moment, from another node.
+A node of 8 GPUs then takes as long to simulate as 8 ranks, whatever the number of nodes.
 
 That is exact where links above the nodes are never full and all ways between nodes take as long.
 It is approximate in two cases. Ways of several latencies are all taken for the longest, which gives
@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
     peer: npt.NDArray[np.int64]
 
 
-def _rows(*columns: object, peer: object = 0) -> _Rows:
+def _rows(*columns: npt.ArrayLike, peer: npt.ArrayLike = 0) -> _Rows:
     round_, src, dst, far, sent, combined, weight, who = np.broadcast_arrays(*columns, peer)
     return _Rows(
         round_.ravel().astype(np.int64),
@@ -135,7 +135,8 @@ def _halving_doubling(collective: str, nodes: int, each: int) -> _Rows | None:
     if n & (n - 1) or n < 2:
         return None
     local = np.arange(each)
-    halving, doubling = [], []
+    halving: list[_Rows] = []
+    doubling: list[_Rows] = []
     distance = n // 2
     while distance:
         far = distance >= each

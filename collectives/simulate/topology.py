@@ -1,9 +1,9 @@
 """Topologies: what joins the GPUs of a node, and the nodes.
 
-A topology names *devices* (how many GPUs share one) and *links*, each from a device to the one above
-it. The way from a GPU to another goes up from both to the first device that they share. A GPU may
-have several links up, such as one to an NVSwitch and one to a NIC; the shortest way is taken, and of
-equals the one whose links stand first in the file. docs/simulate.md describes the file.
+A topology names *devices* (how many GPUs share one) and *links*, each from a device to the one
+above it. The way from a GPU to another goes up from both to the first device that they share. A GPU
+may have several links up, such as one to an NVSwitch and one to a NIC; the shortest way is taken,
+and of equals the one whose links stand first in the file. docs/simulate.md describes the file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Engine:
-    """How calls are run: bytes of a segment of the largest message, lanes, slots of a connection."""
+    """How calls are run: the most bytes of a message, lanes, and slots of a connection."""
 
     slice_bytes: float = 4 << 20
     lanes: int = 4
@@ -229,7 +229,7 @@ def _devices(top: Section) -> tuple[Device, ...]:
     if section is None:
         raise top.error("the topology has no devices", "list what links join, below `devices:`")
     found = [Device("gpu")]
-    for key in section.keys():
+    for key in section:
         entry = section.section(key)
         assert entry is not None
         if key == "gpu":

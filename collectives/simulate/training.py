@@ -9,18 +9,19 @@ Communication goes on beside computing, one collective after the other, each as 
 simulation of the fastest algorithm says:
 
     ddp      all_reduce of each bucket of gradients when it is full
-    zero-1   reduce_scatter of each bucket in the last micro-batch; all_gather of the parameters after
-             the step
+    zero-1   reduce_scatter of each bucket in the last micro-batch; all_gather of the parameters
+             after the step
     zero-2   the same, but each micro-batch reduces, since only a shard of the gradients is kept
     zero-3   parameters are gathered layer by layer, forward and again backward, one layer ahead;
              reduce_scatter of each layer's gradients
     hybrid   zero-3 within a node, and all_reduce of the shards between nodes, on links of its own
 
-Sources: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
-13 (2020), doi:10.14778/3415478.3415530 (buckets, overlap); S. Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", SC 2020, doi:10.1109/SC41405.2020.00024
-(stages 1-3, and that stage 3 sends 1.5 times as much); J. Kaplan et al., arXiv:2001.08361 (6 · params
-· tokens); Y. Zhao et al., "PyTorch FSDP", VLDB 16 (2023), doi:10.14778/3611540.3611569 (hybrid).
+Sources: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 13 (2020), doi:10.14778/3415478.3415530 (buckets, overlap); S. Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
+doi:10.1109/SC41405.2020.00024 (stages 1-3, and that stage 3 sends 1.5 times as much); J. Kaplan et
+al., arXiv:2001.08361 (6 · params · tokens); Y. Zhao et al., "PyTorch FSDP", VLDB 16 (2023),
+doi:10.14778/3611540.3611569 (hybrid).
 """
 
 from __future__ import annotations
@@ -225,8 +226,8 @@ _NEAR, _BETWEEN = 0, 1  # streams of collectives
 
 
 class _Timeline:
-    """Streams: computing, and collectives one after the other; those of rails beside those of nodes,
-    since they use other links.
+    """Streams: computing, and collectives one after the other; those of rails beside those of
+    nodes, since they use other links.
     """
 
     def __init__(self, overlap: bool) -> None:
