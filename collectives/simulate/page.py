@@ -87,7 +87,7 @@ def _layout(figure: Any, height: int) -> Any:
         template="plotly_white",
         height=height,
         margin={"l": 60, "r": 20, "t": 60, "b": 40},
-        legend={"orientation": "h", "y": -0.18},
+        legend={"orientation": "h", "y": -0.18, "yanchor": "top"},
         font={"family": "system-ui, sans-serif"},
     )
     return figure
@@ -178,9 +178,7 @@ def _measured(result: Comparison) -> Any:
     figure = make_subplots(cols=2, subplot_titles=("time of a call, us", "bus bandwidth, GB/s"))
     for i, m in enumerate(result.measured):
         _measured_line(figure, result, m, COLOURS[i % len(COLOURS)], m.label)
-    _axes(_layout(figure, 470 + 14 * len(result.measured)))
-    figure.update_layout(legend={"orientation": "v", "y": -0.15, "yanchor": "top", "x": 0})
-    return figure
+    return _axes(_layout(figure, 470 + 12 * len(result.measured)))
 
 
 def _measured_line(
@@ -227,7 +225,7 @@ def _line(
 
 def _axes(figure: Any) -> Any:
     figure.update_xaxes(type="log", title="bytes", exponentformat="SI", dtick=1)
-    figure.update_yaxes(type="log", exponentformat="SI")
+    figure.update_yaxes(type="log", exponentformat="none")
     return figure
 
 
