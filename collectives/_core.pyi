@@ -7,6 +7,9 @@ Collectives, dtypes, ops and orders are numbers here: the index of the name in `
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict, final
 
+import numpy as np
+import numpy.typing as npt
+
 commit: str
 dtypes: tuple[str, ...]
 ops: tuple[str, ...]
@@ -56,6 +59,8 @@ class Schedule:
     def rounds(self) -> list[list[_Transfer]]: ...
     def verify(self) -> None: ...
     def cost(self) -> dict[str, float]: ...
+    def messages(self) -> npt.NDArray[np.int32]:
+        """Rows: round, src, dst, channel, chunks, chunks that are combined; a column a message."""
     def lowered(self, rank: int, order: str = "any") -> list[list[dict[str, Any]]]: ...
     def check_deadlock(self, depth: int = 1, order: str = "any") -> None: ...
 
@@ -66,6 +71,22 @@ def why_unsupported(
     algorithm: str, collective: str, nranks: int, root: int = 0, node: Sequence[int] = ...
 ) -> str: ...
 def algorithms() -> list[_AlgorithmInfo]: ...
+def simulate(
+    *,
+    messages: npt.NDArray[np.int32],
+    amounts: npt.NDArray[np.float64],
+    routes: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float64]],
+    capacity: npt.NDArray[np.float64],
+    combine_s_byte: npt.NDArray[np.float64],
+    late_s: npt.NDArray[np.float64],
+    segments: int,
+    lanes: int,
+    slots: int,
+) -> tuple[float, list[float], int, int]:
+    """Seconds, seconds by rank, steps, events. messages: rows round, src, dst, channel, route;
+    amounts: rows bytes, bytes combined, weight; routes: where each begins in the list of links,
+    that list, latencies. csrc/simulate.hpp tells more.
+    """
 
 # Memory and links.
 

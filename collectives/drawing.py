@@ -27,8 +27,8 @@ _DRAWN_LINES = 12  # of arrows in a round; more are listed
 _LISTED = 8  # messages of a listed round
 _SHOWN_ROUNDS = 40
 _LISTED_ROUNDS = 12
-_SVG_RANKS = 32
-_SVG_ROUNDS = 64
+SVG_RANKS = 32
+SVG_ROUNDS = 64
 _SVG_LABELS = 24  # arrows in a round whose labels have room
 
 
@@ -82,7 +82,8 @@ def draw(schedule: Schedule, format: str = "text") -> str:
     return _text(schedule) if format == "text" else _svg(schedule)
 
 
-def _title(schedule: Schedule) -> str:
+def title(schedule: Schedule) -> str:
+    """What a diagram is of, in a line."""
     n, rounds, chunks = schedule.nranks, len(schedule.rounds), schedule.nchunks
     words = f"{schedule.algorithm}: {schedule.collective} over {_count(n, 'rank')}"
     if schedule.collective in ("broadcast", "reduce", "gather", "scatter"):
@@ -99,7 +100,7 @@ def _count(number: int, what: str) -> str:
 
 def _text(schedule: Schedule) -> str:
     rounds = [messages(transfers) for transfers in schedule.rounds]
-    lines = [_title(schedule), ""]
+    lines = [title(schedule), ""]
     if not rounds:
         return "\n".join([*lines, "Nothing is sent."])
     drawn = schedule.nranks <= _DRAWN_RANKS
@@ -222,7 +223,8 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
 """
 
 
-def _colour(chunk: int, nchunks: int) -> str:
+def chunk_colour(chunk: int, nchunks: int) -> str:
+    """The colour of a chunk, as #rrggbb."""
     if nchunks <= len(PALETTE):
         return PALETTE[chunk]
     # Neighbours a golden angle apart, so that they differ; two shades, so that hues may repeat.
@@ -232,9 +234,9 @@ def _colour(chunk: int, nchunks: int) -> str:
 
 
 def _svg(schedule: Schedule) -> str:
-    n = min(schedule.nranks, _SVG_RANKS)
+    n = min(schedule.nranks, SVG_RANKS)
     rounds = [messages(transfers) for transfers in schedule.rounds]
-    shown = rounds[:_SVG_ROUNDS]
+    shown = rounds[:SVG_ROUNDS]
     nodes = list(schedule._core.node) or [0] * schedule.nranks
     # Lanes of one node lie side by side.
     order = sorted(range(schedule.nranks), key=lambda r: (nodes.index(nodes[r]), r))[:n]
@@ -244,16 +246,16 @@ def _svg(schedule: Schedule) -> str:
     column = _WIDE if max((_fan(found) for found in shown), default=0) > 2 else _COLUMN
     right = left + max(1, len(shown)) * column
     legend = _svg_legend(schedule, bottom + 26)
-    title = _title(schedule)
-    width = max(right + 24, 24 + 9 * len(title), 560)
+    words = title(schedule)
+    width = max(right + 24, 24 + 9 * len(words), 560)
     height = bottom + 26 + 22 * len(legend) - 4
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">',
-        f"<title>{escape(title)}</title>",
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(words)}">',
+        f"<title>{escape(words)}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height}" rx="8" fill="#fff"/>',
-        f'<text class="title" x="20" y="30">{escape(title)}</text>',
+        f'<text class="title" x="20" y="30">{escape(words)}</text>',
     ]
     parts += _svg_lanes(order, nodes, lane, (left, right))
     for i in range(len(shown)):
@@ -328,7 +330,7 @@ def _svg_round(
         for k, (chunk, combined) in enumerate(drawn):
             shift = (k - (len(drawn) - 1) / 2) * _APART
             sx, sy = -ey * shift, ex * shift
-            colour = _colour(chunk, nchunks)
+            colour = chunk_colour(chunk, nchunks)
             dash = "" if combined else ' stroke-dasharray="5 4"'
             tip = 9 if thick else 8
             lines.append(
@@ -337,7 +339,7 @@ def _svg_round(
                 f'L{x2 + sx - ex * tip:.1f} {y2 + sy - ey * tip:.1f}"/>'
             )
             lines.append(_head(x2 + sx, y2 + sy, (ex, ey), colour, combined))
-        start = _colour(drawn[0][0], nchunks)
+        start = chunk_colour(drawn[0][0], nchunks)
         lines.append(f'<circle cx="{x1}" cy="{y1}" r="2.5" fill="{start}"/>')
         lines.append("</g>")
         # Labels of arrows that go up sit further along than of those that go down: they cross.
@@ -394,7 +396,7 @@ def _svg_legend(schedule: Schedule, y: float) -> list[list[str]]:
         for chunk in range(min(count, _SWATCHES)):
             row.append(
                 f'<rect x="{x}" y="{y + 13}" width="10" height="10" rx="2" '
-                f'fill="{_colour(chunk, count)}"/>'
+                f'fill="{chunk_colour(chunk, count)}"/>'
             )
             row.append(f'<text class="quiet" x="{x + 14}" y="{y + 22}">{chunk}</text>')
             x += 36
@@ -402,10 +404,10 @@ def _svg_legend(schedule: Schedule, y: float) -> list[list[str]]:
             row.append(f'<text class="quiet" x="{x}" y="{y + 22}">… {count - 1}</text>')
         rows.append(row)
     hidden = []
-    if schedule.nranks > _SVG_RANKS:
-        hidden.append(f"{schedule.nranks - _SVG_RANKS} more ranks")
-    if len(schedule.rounds) > _SVG_ROUNDS:
-        hidden.append(f"{len(schedule.rounds) - _SVG_ROUNDS} more rounds")
+    if schedule.nranks > SVG_RANKS:
+        hidden.append(f"{schedule.nranks - SVG_RANKS} more ranks")
+    if len(schedule.rounds) > SVG_ROUNDS:
+        hidden.append(f"{len(schedule.rounds) - SVG_ROUNDS} more rounds")
     if hidden:
         at = y + 22 * len(rows)
         words = " and ".join(hidden)

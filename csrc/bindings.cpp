@@ -3,6 +3,7 @@
 // functions (not pybind11's), since a 4-byte all_reduce takes less time than pybind11 needs to look
 // at its arguments.
 #include <pybind11/functional.h>
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,11 +13,13 @@
 #include "communicator.hpp"
 #include "device.hpp"
 #include "errors.hpp"
+#include "messages.hpp"
 #include "mpi.hpp"
 #include "plan.hpp"
 #include "python_calls.hpp"
 #include "reduce.hpp"
 #include "schedule.hpp"
+#include "simulate.hpp"
 #include "transport_mpi.hpp"
 #include "types.hpp"
 
@@ -98,6 +101,66 @@ py::list lowered_steps(const Schedule& s, int rank, const std::string& order) {
     channels.append(steps);
   }
   return channels;
+}
+
+// ---- simulation -------------------------------------------------------------------------------
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+template <typename T>
+std::vector<T> vector_of(const Array<T>& array) {
+  return std::vector<T>(array.data(), array.data() + array.size());
+}
+
+// By message: round, src, dst, channel, chunks, chunks that are combined.
+py::array_t<int> messages_of(const Schedule& s) {
+  const Messages messages = group_messages(s);
+  py::array_t<int> table({std::size_t{6}, messages.list.size()});
+  auto at = table.mutable_unchecked<2>();
+  for (std::size_t i = 0; i < messages.list.size(); ++i) {
+    const Message& m = messages.list[i];
+    int combined = 0;
+    for (int k = m.first; k < m.first + m.count; ++k)
+      combined += s.rounds[m.round][messages.transfers[k]].reduce;
+    const int row[] = {m.round, m.src, m.dst, m.channel, m.count, combined};
+    for (int k = 0; k < 6; ++k) at(k, i) = row[k];
+  }
+  return table;
+}
+
+// `messages` has the rows round, src, dst, channel, route; `amounts` the rows bytes, combined,
+// weight.
+py::tuple run_simulation(const Array<int>& messages, const Array<double>& amounts,
+                         const py::tuple& routes, const Array<double>& capacity,
+                         const Array<double>& combine_s_byte, const Array<double>& late_s,
+                         int segments, int lanes, int slots) {
+  SimulatedWorld world;
+  const auto m = messages.unchecked<2>();
+  const auto a = amounts.unchecked<2>();
+  if (m.shape(0) != 5 || a.shape(0) != 3 || m.shape(1) != a.shape(1))
+    throw std::invalid_argument("messages have five rows, amounts three, and both as many columns");
+  world.nranks = static_cast<int>(late_s.size());
+  for (py::ssize_t i = 0; i < m.shape(1); ++i) {
+    world.messages.push_back(
+        {m(0, i), m(1, i), m(2, i), m(3, i), m(4, i), a(0, i), a(1, i), a(2, i)});
+    world.nchannels = std::max(world.nchannels, m(3, i) + 1);
+  }
+  world.route_begin = vector_of(routes[0].cast<Array<int>>());
+  world.route_links = vector_of(routes[1].cast<Array<int>>());
+  world.latency = vector_of(routes[2].cast<Array<double>>());
+  world.capacity = vector_of(capacity);
+  world.combine_s_byte = vector_of(combine_s_byte);
+  world.late_s = vector_of(late_s);
+  world.segments = segments;
+  world.lanes = lanes;
+  world.slots = slots;
+  SimulatedTimes times;
+  {
+    py::gil_scoped_release release;
+    times = simulate(world);
+  }
+  return py::make_tuple(times.seconds, times.finish_s, times.steps, times.events);
 }
 
 // ---- timing -----------------------------------------------------------------------------------
@@ -199,6 +262,7 @@ PYBIND11_MODULE(_core, m) {
                              })
       .def("verify", [](const Schedule& s) { verify(s); })
       .def("cost", &cost_dict)
+      .def("messages", &messages_of)
       .def("lowered", &lowered_steps, py::arg("rank"), py::arg("order") = "any")
       .def(
           "check_deadlock",
@@ -239,6 +303,10 @@ PYBIND11_MODULE(_core, m) {
     }
     return list;
   });
+
+  m.def("simulate", &run_simulation, py::kw_only(), py::arg("messages"), py::arg("amounts"),
+        py::arg("routes"), py::arg("capacity"), py::arg("combine_s_byte"), py::arg("late_s"),
+        py::arg("segments"), py::arg("lanes"), py::arg("slots"));
 
   // Memory and links.
   py::class_<Region, std::shared_ptr<Region>>(m, "Region")

@@ -8,8 +8,8 @@ from ..drawing import PALETTE
 from .cases import Case
 from .report import bandwidth, bus_factor
 
-_COLOURS = (*PALETTE, "#57606a", "#c1121f")
-_MARKERS = "osD^vP*Xh<"
+COLOURS = (*PALETTE, "#57606a", "#c1121f")
+MARKERS = "osD^vP*Xh<"
 _PEER_COLOURS = ("#24292f", "#8c959f")
 
 
@@ -50,7 +50,7 @@ def plot(results: Curves, path: str, subtitle: str = "") -> None:
         if len(results.times) > 1:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(LogLocator(base=2, numticks=10))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_size(x)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("bytes")
         axes.grid(True, color="#eaeef2", linewidth=0.8)
@@ -76,8 +76,8 @@ def _curves(results: Curves) -> list[tuple[str, list[int], list[float], dict[str
     for i, name in enumerate(results.algorithms):
         xs = [x for x, times in results.times.items() if name in times and x > 0]
         style: dict[str, Any] = {
-            "color": _COLOURS[i % len(_COLOURS)],
-            "marker": _MARKERS[i % len(_MARKERS)],
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
             "markersize": 4.5,
             "linewidth": 1.6,
         }
@@ -93,7 +93,8 @@ def _curves(results: Curves) -> list[tuple[str, list[int], list[float], dict[str
     return curves
 
 
-def _short(nbytes: float) -> str:
+def short_size(nbytes: float) -> str:
+    """64K, 1M: for an axis."""
     for unit in ("", "K", "M", "G"):
         if nbytes < 1024 or unit == "G":
             break

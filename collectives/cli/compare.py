@@ -4,6 +4,9 @@ All of them take turns in one run, each result is verified before it is timed, a
 the median of what the slowest rank takes. The exit status is 1 if any element was wrong. With
 --device cuda the arrays are on GPUs and the calls in CUDA graphs, or launched one by one (--mode
 stream); see `bench --help`.
+
+With --topology nothing runs here: the algorithms are simulated on the machines that it describes,
+on each of the numbers of nodes that --nodes lists.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ..communicator import Communicator
 from ..config import format_size
 from ..errors import ConfigError, UnsupportedError
 from ..tuning import model
-from . import _common, _ranks
+from . import _common, _ranks, _simulated
 from ._progress import Progress
 
 EXAMPLES = """\
@@ -37,6 +40,7 @@ examples:
   python -m collectives compare --ranks 4 --nodes 2 --only ring --only hierarchical
   python -m collectives compare --ranks 4 --import my_algorithms.py
   python -m collectives compare --device cuda --ranks 2 --peer nccl --png gpus.png
+  python -m collectives compare --topology dgx-h100 --nodes 1,2,16,128 --bytes 1K:1G --html x.html
 """
 
 # An algorithm stays the fastest while it is within so much of whichever is: the noise of a median.
@@ -86,7 +90,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write header and rows to FILE")
     add("--png", metavar="FILE", help="draw times and bus bandwidths (needs matplotlib)")
     add("--fit", action="store_true", help="print the figures of the cost model for these ranks")
+    add("--html", metavar="FILE", help="with --topology: write a page of plots (needs plotly)")
+    add("--bytes", type=_simulated.sizes, metavar="SIZES", help="with --topology: 1K:1G, or 1K,1M")
+    add(
+        "--measured",
+        action="append",
+        metavar="PATH",
+        help="with --html: files of bench --json to show beside, or a folder (bench/results)",
+    )
+    _simulated.topology_argument(parser, needed=False)
     _ranks.add_arguments(parser, _common.positive)
+    # A list for --topology, one number else.
+    nodes = next(action for action in parser._actions if action.dest == "nodes")
+    nodes.type = _simulated.numbers
+    nodes.help = f"{nodes.help}; with --topology: numbers of nodes, 1,2,16"
 
 
 @dataclass
@@ -108,7 +125,15 @@ class Results:
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
+    if args.topology:
+        return _simulated.compare(args)
     with _ranks.on_every_rank():
+        for option in ("html", "bytes", "measured"):
+            if getattr(args, option):
+                raise ConfigError(f"--{option} goes with --topology: nothing is simulated here")
+        if args.nodes and len(args.nodes) > 1:
+            raise ConfigError("--nodes lists several numbers, which only --topology can do")
+        args.nodes = args.nodes[0] if args.nodes else None
         for name in args.only or ():
             _common.algorithm(name)
         sizes(args.minbytes, args.maxbytes, args.stepfactor, None)

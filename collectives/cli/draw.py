@@ -1,6 +1,6 @@
 """Draw the steps of an algorithm: who sends which chunk to whom, round by round.
 
-Text for a terminal, or SVG for a page.
+Text for a terminal, SVG for a page, PNG where neither will do.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from ..drawing import FORMATS, draw
+from ..drawing_png import draw_png
 from ..errors import ConfigError
 from ..schedule import algorithms, schedule
 from . import _common
@@ -18,6 +19,7 @@ examples:
   python -m collectives draw ring all_reduce -n 4
   python -m collectives draw binomial_tree broadcast -n 8 --root 3
   python -m collectives draw double_binary_tree all_reduce -n 8 --format svg -o tree.svg
+  python -m collectives draw halving_doubling all_reduce -n 8 -o halving.png
   python -m collectives draw "hierarchical(direct_two_shot, ring)" all_reduce --node 0,0,1,1
   python -m collectives draw my_ring all_reduce -n 4 --import my_algorithms.py
 """
@@ -32,9 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node", type=_common.nodes_list, metavar="LIST", help="node of each rank: 0,0,1,1"
     )
     parser.add_argument(
-        "--format", type=_common.one_of("format", FORMATS), help="text (default) or svg"
+        "--format",
+        type=_common.one_of("format", (*FORMATS, "png")),
+        help="text (default), svg or png",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE; .svg means svg")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write to FILE; .svg means svg, .png png"
+    )
     parser.add_argument(
         "--import",
         dest="imports",
@@ -57,11 +63,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--node names the nodes of {len(args.node)} ranks, -n says {ranks}")
     if args.root >= ranks:
         raise ConfigError(f"root {args.root} is out of range: ranks are 0 to {ranks - 1}")
-    by_name = "svg" if args.output and args.output.endswith(".svg") else "text"
-    drawn = draw(
-        schedule(args.algorithm, args.collective, ranks, root=args.root, node=args.node or ()),
-        args.format or by_name,
-    )
+    ending = Path(args.output).suffix[1:] if args.output else ""
+    format = args.format or (ending if ending in ("svg", "png") else "text")
+    built = schedule(args.algorithm, args.collective, ranks, root=args.root, node=args.node or ())
+    if format == "png":
+        if not args.output:
+            raise ConfigError("a png goes into a file: add -o FILE.png")
+        Path(args.output).write_bytes(draw_png(built))
+        return 0
+    drawn = draw(built, format)
     if args.output:
         Path(args.output).write_text(drawn if drawn.endswith("\n") else f"{drawn}\n", "utf-8")
     else:

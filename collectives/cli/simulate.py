@@ -1,0 +1,203 @@
+"""Simulate a collective, or data-parallel training, on machines that a topology describes.
+
+The first argument says what: a collective, or "training". Nothing runs here but the simulation;
+docs/simulate.md says what it takes into account.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import _core, simulate
+from ..errors import ConfigError
+from ..simulate import training
+from ..simulate.quantities import amount, seconds_text
+from . import _common, _simulated
+
+EXAMPLES = """\
+examples:
+  python -m collectives simulate all_reduce --topology dgx-h100 --nodes 4 --bytes 64M
+  python -m collectives simulate broadcast --topology my.yaml --bytes 1K:1G --algorithm ring
+  python -m collectives simulate training --topology dgx-h100 --params 7e9 --ranks 8..4096
+  python -m collectives simulate training --params 7e9 --ranks 1024 --sharding zero-3 --jitter 0.05
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name in _core.collectives:
+        _add_collective(what.add_parser(name, help=f"simulate {name}", allow_abbrev=False))
+    _add_training(
+        what.add_parser(
+            "training",
+            help="step time, exposed communication and efficiency of data-parallel training",
+            description=training.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
+
+
+def _add_collective(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _simulated.topology_argument(parser, needed=True)
+    add("--nodes", type=_simulated.numbers, metavar="LIST", help="numbers of nodes: 1,2 or 1..64")
+    add("--bytes", type=_simulated.sizes, default=[64 << 20], help="64M, 1K,1M or 1K:1G (64M)")
+    add("-a", "--algorithm", action="append", metavar="NAME", help="only these; may be repeated")
+    add("-r", "--root", type=_common.natural, default=0, help="(0)")
+    add(
+        "--symmetric",
+        action="store_true",
+        help="let one node stand for all, even where that is approximate",
+    )
+    add("--links", action="store_true", help="how busy the links of each kind are")
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module, or a file .py, that registers algorithms",
+    )
+
+
+def _quantity(text: str) -> float:
+    try:
+        return amount(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return value
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    default = training.Job(params=7e9)
+    parser.set_defaults(topology="dgx-h100")
+    _simulated.topology_argument(parser, needed=False)
+    add("--params", type=_simulated.billions, default=7e9, help="parameters: 7e9 or 7B (7e9)")
+    add("--ranks", type=_simulated.numbers, default=[8], help="GPUs: 8,64 or doubled, 8..4096 (8)")
+    add(
+        "--sharding",
+        type=_common.one_of("sharding", training.SHARDINGS),
+        action="append",
+        help=f"{', '.join(training.SHARDINGS)}; may be repeated (all)",
+    )
+    add(
+        "--tokens",
+        type=_simulated.billions,
+        default=default.tokens,
+        help=f"of a micro-batch of a GPU ({default.tokens:.0f})",
+    )
+    add(
+        "--accumulate",
+        type=_common.positive,
+        default=default.accumulate,
+        help=f"micro-batches of a step ({default.accumulate})",
+    )
+    add(
+        "--layers",
+        type=_common.positive,
+        default=default.layers,
+        help=f"layers of equal size ({default.layers})",
+    )
+    add(
+        "--bucket",
+        type=_quantity,
+        default=default.bucket_bytes,
+        help='bytes of a bucket of gradients ("25 MiB")',
+    )
+    add(
+        "--mfu",
+        type=_share,
+        default=default.mfu,
+        help=f"share of the GPU's peak that computing alone reaches ({default.mfu})",
+    )
+    add(
+        "--bytes-per-element",
+        type=_common.positive,
+        default=default.element_bytes,
+        help=f"of gradients and parameters on the wire ({default.element_bytes})",
+    )
+    add(
+        "--jitter",
+        type=_share,
+        default=default.jitter,
+        help=f"standard deviation of a rank's computing time, as a share ({default.jitter:g})",
+    )
+    add("--no-overlap", action="store_true", help="communicate after computing")
+    add("-a", "--algorithm", metavar="NAME", help="for all collectives (the fastest for each)")
+
+
+@_common.in_words
+def run(args: argparse.Namespace) -> int:
+    if args.what == "training":
+        return _training(args)
+    _common.import_algorithms(args.imports)
+    for name in args.algorithm or ():
+        _common.algorithm(name)
+    topology = simulate.load(args.topology)
+    sizes = [0] if args.what == "barrier" else args.bytes
+    for nodes in args.nodes or [topology.nodes]:
+        sized = topology.with_nodes(nodes)
+        if args.root >= sized.nranks:
+            raise ConfigError(
+                f"root {args.root} is out of range: ranks are 0 to {sized.nranks - 1}"
+            )
+        print(f"# {args.what} on {nodes} x {topology.name}, {sized.nranks} ranks, simulated")
+        outcomes = []
+        for name in args.algorithm or simulate.candidates(args.what, sized):
+            simulator = simulate.Simulator(
+                name, args.what, sized, root=args.root, symmetric=True if args.symmetric else None
+            )
+            outcomes += [simulator.run(nbytes) for nbytes in sizes]
+        outcomes.sort(key=lambda o: (o.nbytes, o.seconds))
+        for line in _simulated.outcomes_table(outcomes):
+            print(line)
+        if args.links:
+            print("# links: the busiest of each kind, and what it carries")
+            for o in outcomes:
+                for busy in o.links:
+                    share = busy.seconds / o.seconds if o.seconds else 0.0
+                    print(
+                        f"#   {o.algorithm} {o.nbytes}: {busy.label}: {busy.nbytes:.4g} B, "
+                        f"{seconds_text(busy.seconds)}, {share:.0%} of the time"
+                    )
+    return 0
+
+
+def _training(args: argparse.Namespace) -> int:
+    topology = simulate.load(args.topology)
+    job = training.Job(
+        params=args.params,
+        tokens=args.tokens,
+        accumulate=args.accumulate,
+        layers=args.layers,
+        bucket_bytes=args.bucket,
+        mfu=args.mfu,
+        element_bytes=args.bytes_per_element,
+        jitter=args.jitter,
+        overlap=not args.no_overlap,
+        algorithm=args.algorithm or "",
+    )
+    if args.algorithm:
+        _common.algorithm(args.algorithm)
+    print(
+        f"# {args.params:.3g} parameters on {topology.name}; {job.tokens:.0f} tokens a GPU and "
+        f"micro-batch, {job.accumulate} a step, buckets of {job.bucket_bytes / 2**20:.4g} MiB"
+    )
+    table = training.table()
+    print(table.header())
+    for sharding in args.sharding or training.SHARDINGS:
+        for ranks in args.ranks:
+            step = training.step(job, topology, ranks, sharding)
+            print(table.row(training.cells(step)), flush=True)
+    return 0

@@ -1,0 +1,193 @@
+"""Algorithms against each other on a topology, over numbers of nodes and sizes: who wins where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..bench.report import bandwidth, bus_factor
+from ..config import format_size
+from ..errors import ConfigError, UnsupportedError
+from .simulator import Outcome, Simulator, candidates
+from .topology import Topology
+
+# An algorithm stays the winner while it is within so much of the fastest.
+NEAR = 1.02
+
+
+class Skipped(NamedTuple):
+    """An algorithm that was left out, and why."""
+
+    nodes: int
+    algorithm: str
+    why: str
+
+
+class Measured(NamedTuple):
+    """Seconds by size of one algorithm or peer, as a benchmark's file has them."""
+
+    label: str
+    ranks: int
+    nodes: int
+    times: dict[int, float]
+
+
+@dataclass
+class Comparison:
+    """Outcomes of one collective by nodes, size and algorithm."""
+
+    topology: Topology
+    collective: str
+    nodes: list[int]
+    sizes: list[int]
+    outcomes: dict[int, dict[int, dict[str, Outcome]]] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+
+    def algorithms(self, nodes: int) -> list[str]:
+        """Those that ran on so many nodes."""
+        found = self.outcomes[nodes]
+        return list(next(iter(found.values()))) if found else []
+
+    def fastest(self, nodes: int, nbytes: int) -> Outcome:
+        """The one with the least time."""
+        return min(self.outcomes[nodes][nbytes].values(), key=lambda o: o.seconds)
+
+    def stretches(self, nodes: int) -> list[tuple[str, int, int]]:
+        """(algorithm, smallest, largest size) of each winner, by rising size."""
+        found: list[tuple[str, int, int]] = []
+        for nbytes, outcomes in self.outcomes[nodes].items():
+            best = self.fastest(nodes, nbytes)
+            if found and outcomes[found[-1][0]].seconds <= NEAR * best.seconds:
+                found[-1] = (found[-1][0], found[-1][1], nbytes)
+            else:
+                found.append((best.algorithm, nbytes, nbytes))
+        return found
+
+
+def compare(
+    topology: Topology,
+    collective: str,
+    nodes: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    only: Sequence[str] = (),
+    root: int = 0,
+    tick: Callable[[str], None] = lambda what: None,
+) -> Comparison:
+    """Simulates `collective` with all algorithms that can run, or with `only`.
+
+    tick  called with a line before each algorithm
+
+    Raises UnsupportedError where nothing can run.
+    """
+    result = Comparison(topology, collective, list(nodes), list(sizes))
+    for count in nodes:
+        sized = topology.with_nodes(count)
+        result.outcomes[count] = {nbytes: {} for nbytes in sizes}
+        for name in list(only) or candidates(collective, sized):
+            tick(f"{count} nodes: {name}")
+            try:
+                simulator = Simulator(name, collective, sized, root=root)
+            except UnsupportedError as error:
+                result.skipped.append(Skipped(count, name, str(error)))
+                continue
+            for nbytes in sizes:
+                result.outcomes[count][nbytes][name] = simulator.run(nbytes)
+        if not result.algorithms(count):
+            why = "; ".join(s.why for s in result.skipped if s.nodes == count)
+            raise UnsupportedError(f"nothing can do {collective} with {count} nodes: {why}")
+    return result
+
+
+def read_measured(paths: Iterable[str | Path], collective: str) -> list[Measured]:
+    """The times of `collective` in files that `bench --json` or `compare --json` wrote; a folder
+    stands for those of its files *.json that are such. Raises ConfigError for a named file that is
+    none.
+    """
+    found: dict[tuple[str, int, int], dict[int, float]] = {}
+    for file, named in _files(paths):
+        try:
+            rows = _rows(file)
+        except ConfigError:
+            if named:
+                raise
+            continue
+        for row in rows:
+            if row["collective"] != collective:
+                continue
+            where = f"{row['transport']}, {row['ranks']} ranks, {row['device']}"
+            key = (f"{row['algorithm']} ({where})", row["ranks"], row["nodes"])
+            _add(found, key, row["bytes"], row["time_us"])
+            for peer in row["peers"] or ():
+                name = f"{peer['name']} {peer['version']} ({where})"
+                if peer["time_us"] is not None:
+                    _add(found, (name, *key[1:]), row["bytes"], peer["time_us"])
+    return [Measured(*key, dict(sorted(times.items()))) for key, times in sorted(found.items())]
+
+
+def _files(paths: Iterable[str | Path]) -> list[tuple[Path, bool]]:
+    """The files, and whether each was named itself."""
+    files: list[tuple[Path, bool]] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += [(file, False) for file in sorted(path.glob("*.json"))]
+        else:
+            files.append((path, True))
+    return files
+
+
+def _add(
+    found: dict[tuple[str, int, int], dict[int, float]],
+    key: tuple[str, int, int],
+    nbytes: int,
+    time_us: float,
+) -> None:
+    """Keeps the least time of a size."""
+    times = found.setdefault(key, {})
+    times[nbytes] = min(times.get(nbytes, float("inf")), time_us * 1e-6)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    needed = ("collective", "algorithm", "bytes", "ranks", "nodes", "transport", "time_us", "peers")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: it cannot be read as JSON: {error}") from None
+    rows = data.get("rows") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+        raise ConfigError(f"{file}: it is no file of `bench --json` or `compare --json`")
+    for row in rows:
+        missing = [name for name in (*needed, "device") if name not in row]
+        if missing:
+            raise ConfigError(f"{file}: a row lacks {missing[0]!r}, which `bench --json` writes")
+    return rows
+
+
+def busbw_gbs(collective: str, ranks: int, nbytes: int, seconds: float) -> float:
+    """GB/s."""
+    return bandwidth(nbytes, seconds) * bus_factor(collective, ranks)
+
+
+def size_text(nbytes: int) -> str:
+    """ "64 KiB"."""
+    text = format_size(nbytes)
+    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
+
+
+def in_words(result: Comparison) -> list[str]:
+    """Which algorithm wins where, a line for each number of nodes and winner."""
+    lines = []
+    for nodes in result.nodes:
+        ranks = result.topology.with_nodes(nodes).nranks
+        parts = []
+        for name, low, high in result.stretches(nodes):
+            span = (
+                f"at {size_text(low)}" if low == high else f"{size_text(low)} - {size_text(high)}"
+            )
+            parts.append(f"{name} ({span})")
+        lines.append(f"{nodes} node{'s' * (nodes > 1)}, {ranks} ranks: " + ", ".join(parts))
+    return lines

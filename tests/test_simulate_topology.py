@@ -1,0 +1,295 @@
+"""Topology files: what they describe, and what is wrong with bad ones, by line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import simulate
+from collectives.errors import ConfigError, TopologyError
+from collectives.simulate import quantities
+from collectives.simulate.network import Network
+from collectives.simulate.topology import with_ranks
+
+pytest.importorskip("yaml", reason="topology files need PyYAML")
+
+RACKS = Path(__file__).resolve().parents[1] / "examples/topologies/two-racks.yaml"
+
+GOOD = """\
+name: small
+nodes: 2
+gpus: 2
+devices:
+  switch: {per: node}
+  fabric: {per: all}
+links:
+  - {name: inside, from: gpu, to: switch, bandwidth: 100 GB/s, latency: 1 us}
+  - {name: cable, from: gpu, to: fabric, bandwidth: 100 Gb/s, latency: 2 us}
+"""
+
+
+def read(tmp_path, text):
+    file = tmp_path / "t.yaml"
+    file.write_text(text, encoding="utf-8")
+    return simulate.read(file)
+
+
+def way(topology, src, dst):
+    network = Network(topology)
+    routes = network.routes(np.array([src]), np.array([dst]))
+    return [network.label(int(link)) for link in routes.links[0] if link >= 0]
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+def test_a_file_is_read(tmp_path):
+    topology = read(tmp_path, GOOD)
+    assert (topology.name, topology.nodes, topology.nranks) == ("small", 2, 4)
+    assert topology.links[0].bandwidth == 100e9
+    assert topology.links[1].bandwidth == 12.5e9
+    assert topology.links[1].latency_s == 2e-6
+    assert topology.nodes_of_ranks == [0, 0, 1, 1]
+
+
+def test_uneven_nodes(tmp_path):
+    topology = read(tmp_path, GOOD.replace("nodes: 2\ngpus: 2", "gpus: [3, 2, 1]"))
+    assert topology.nodes_of_ranks == [0, 0, 0, 1, 1, 2]
+    with pytest.raises(ConfigError, match="lists the GPUs of each of its 3 nodes"):
+        topology.with_nodes(4)
+    name = "hierarchical(direct_two_shot, ring)"
+    assert simulate.simulate(name, "all_reduce", 1 << 20, topology).ranks == 6
+
+
+@pytest.mark.parametrize("name", simulate.presets())
+def test_presets_run(name):
+    """Every preset joins all its ranks, at sizes below and above a leaf."""
+    for nodes in (1, 2, 40):
+        topology = simulate.load(name, nodes)
+        assert topology.flops > 0
+        for name, collective in (("direct_two_shot", "all_to_all"), ("ring", "all_gather")):
+            assert simulate.simulate(name, collective, 1 << 16, topology).seconds > 0
+
+
+def test_published_figures_of_the_dgx_h100():
+    links = {link.name: link for link in simulate.load("dgx-h100").links}
+    assert links["nvlink"].bandwidth == pytest.approx(450e9 * 0.81)
+    assert links["ndr"].bandwidth == pytest.approx(400e9 / 8 * 0.99)
+
+
+def test_ways_are_the_shortest():
+    topology = simulate.load("dgx-h100", 64)
+    assert way(topology, 0, 7) == ["nvlink of gpu 0, up", "nvlink of gpu 7, down"]
+    same_rail = way(topology, 3, 11)
+    assert same_rail[1] == "ndr of nic 3, up" and not any("uplink" in w for w in same_rail)
+    assert any("uplink" in w for w in way(topology, 0, 9))  # another rail: over the spine
+    assert any("uplink" in w for w in way(topology, 0, 8 * 40))  # another leaf
+
+
+def test_pcie_shares_links():
+    """Two GPUs below one PCIe switch share its way up to the socket."""
+    topology = simulate.load("pcie-100gbe")
+    assert way(topology, 0, 1) == ["pcie of gpu 0, up", "pcie of gpu 1, down"]
+    assert way(topology, 1, 2)[1] == way(topology, 0, 2)[1] == "pcie-up of plx 0, up"
+
+
+def test_the_example_has_what_it_says():
+    topology = simulate.read(RACKS)
+    network = Network(topology)
+    by_kind = dict(network.links_by_kind())
+    uplinks = network.capacity[by_kind["uplink"]]
+    # Eight NICs of a rack, one of them at half its bandwidth from a fault that came later.
+    assert uplinks == pytest.approx(8 * 12.5e9 * 0.95 / 4)
+    cables = network.capacity[by_kind["cable"]]
+    assert sorted(set(cables.round())) == pytest.approx([12.5e9 * 0.95 / 2, 12.5e9 * 0.95])
+    assert (network.late_s > 0).sum() == 1 and network.late_s[5 * 4 + 3] == pytest.approx(20e-6)
+    healthy = simulate.simulate("ring", "all_reduce", 1 << 24, topology)
+    assert healthy.ranks == 32
+
+
+def test_ranks_fill_nodes():
+    topology = simulate.load("dgx-h100")
+    assert with_ranks(topology, 4).nranks == 4
+    assert with_ranks(topology, 64).nodes == 8
+    with pytest.raises(ConfigError, match="12 ranks do not fill nodes of 8"):
+        with_ranks(topology, 12)
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def test_a_broken_nic_is_gone_round(tmp_path):
+    """Over a neighbour's NIC, inside the node first."""
+    text = GOOD + "faults:\n  - {link: cable, node: 0, gpu: 0, broken: true}\n"
+    topology = read(tmp_path, text)
+    assert way(topology, 0, 1) == ["inside of gpu 0, up", "inside of gpu 1, down"]
+    assert way(topology, 0, 2) == [
+        "inside of gpu 0, up",
+        "inside of gpu 1, down",
+        "cable of gpu 1, up",
+        "cable of gpu 2, down",
+    ]
+    assert way(topology, 3, 0)[0] == "cable of gpu 3, up"
+    whole = simulate.simulate("ring", "all_reduce", 1 << 24, read(tmp_path, GOOD))
+    broken = simulate.simulate("direct_two_shot", "all_reduce", 1 << 24, topology)
+    assert broken.seconds > whole.seconds
+
+
+def test_a_broken_switch_link_goes_by_the_network(tmp_path):
+    text = GOOD + "faults:\n  - {link: inside, node: 0, gpu: 0, broken: true}\n"
+    assert way(read(tmp_path, text), 0, 1) == ["cable of gpu 0, up", "cable of gpu 1, down"]
+
+
+def test_no_way_left(tmp_path):
+    text = (
+        GOOD
+        + "faults:\n  - {link: cable, node: 0, gpu: 0, broken: true}\n"
+        + "  - {link: cable, node: 0, gpu: 1, broken: true}\n"
+    )
+    with pytest.raises(TopologyError, match=r"line 11, 12: .*no way is left between rank 1"):
+        simulate.simulate("ring", "all_reduce", 8, read(tmp_path, text))
+
+
+def test_rails_without_a_spine_go_through_the_node(tmp_path):
+    """As PXN does: first to the GPU on the receiver's rail, then along it."""
+    text = GOOD.replace("fabric: {per: all}", "nic: {per: gpu}\n  fabric: {per: all, rails: nic}")
+    text = text.replace("from: gpu, to: fabric", "from: nic, to: fabric")
+    text += "  - {name: pcie, from: gpu, to: nic, bandwidth: 32 GB/s, latency: 1 us}\n"
+    steps = way(read(tmp_path, text), 0, 3)
+    assert steps[:2] == ["inside of gpu 0, up", "inside of gpu 1, down"]
+    assert steps[2:4] == ["pcie of gpu 1, up", "cable of nic 1, up"]
+
+
+# ---- bad files -----------------------------------------------------------------------------------
+
+_LINK = "  - {name: inside, from: gpu, to: switch, bandwidth: 100 GB/s, latency: 1 us}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("100 GB/s", "0 GB/s", 8, "moves nothing"),
+        ("100 GB/s", "-5 GB/s", 8, "moves nothing"),
+        ("100 GB/s", "100", 8, "has no unit: write a bandwidth such as"),
+        ("100 GB/s", "'100'", 8, "has no unit"),
+        ("100 GB/s", "100 GBps", 8, "unknown unit 'GBps'; did you mean 'GB/s'"),
+        ("100 GB/s", "fast", 8, "is not a bandwidth such as"),
+        ("latency: 1 us", "latency: 1", 8, "has no unit: write a time such as"),
+        ("latency: 1 us", "latency: -1 us", 8, "negative"),
+        (", latency: 1 us", "", 8, "has no 'latency'; add a line"),
+        ("bandwidth: 100 GB/s, ", "", 8, "link inside has no bandwidth"),
+        ("latency: 1 us", "latency: 1 us, oversubscription: 2", 8, "both bandwidth and"),
+        ("bandwidth: 100 GB/s", "oversubscription: 2", 8, "nothing comes from below a GPU"),
+        ("latency: 1 us", "latency: 1 us, bandwith: 2", 8, "no key 'bandwith'; did you mean"),
+        ("to: switch", "to: swich", 8, "unknown name 'swich'; did you mean 'switch'"),
+        ("from: gpu, to: switch", "from: switch, to: gpu", 8, "up to a GPU, which closes a loop"),
+        ("from: gpu, to: switch", "from: switch, to: switch", 8, "the loop switch -> switch"),
+        (_LINK, "", 5, "no link leads from a gpu up to switch"),
+        ("name: cable", "name: inside", 9, "two links named 'inside'"),
+        ("gpus: 2", "gpus: 0", 3, "no whole number >= 1"),
+        ("gpus: 2", "gpus: two", 3, "no whole number"),
+        ("gpus: 2", "gpus: [1, 2, 3]", 3, "gpus lists 3 nodes, nodes says 2"),
+        ("gpus: 2", "gpus: []", 3, "the list is empty"),
+        ("gpus: 2\n", "", 1, "has no 'gpus'"),
+        ("nodes: 2", "nodes: 2\nnodes: 3", 3, "'nodes' is there twice, first in line 2"),
+        ("nodes: 2", "node: 2", 2, "no key 'node'; did you mean 'nodes'"),
+        ("nodes: 2", "nodes: 2\nengine: {slices: 1 MiB}", 3, "no key 'slices'; did you mean"),
+        ("nodes: 2", "nodes: 2\nengine: {slice: 64}", 3, "has no unit: write a size"),
+        ("nodes: 2", "nodes: 2\nengine: {lanes: 0}", 3, "no whole number >= 1"),
+        ("nodes: 2", "nodes: 2\ncombine: 1", 3, "has no unit"),
+        ("{per: node}", "{per: rack}", 5, "is not like gpu, 2 gpus, node"),
+        ("{per: node}", "{per: 0 gpus}", 5, "is not like gpu"),
+        ("{per: node}", "{per: node, rails: nic}", 5, "'nic' is no device above"),
+        ("switch: {per: node}", "gpu: {per: node}", 5, "gpu is there already"),
+        ("switch: {per: node}", "switch: 3", 5, "switch is no mapping"),
+        ("name: small", "name: [", 2, "this is no YAML"),
+        ("name: small", "- name", 1, "no YAML|no mapping"),
+    ],
+)  # fmt: skip
+def test_bad_files_say_line_and_remedy(tmp_path, old, new, line, message):
+    assert old in GOOD
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, GOOD.replace(old, new, 1))
+    assert f"t.yaml, line {line}: " in str(caught.value) or old == "name: small"
+
+
+def test_links_in_a_circle(tmp_path):
+    text = GOOD + (
+        "  - {name: there, from: switch, to: fabric, bandwidth: 1 GB/s, latency: 1 us}\n"
+        "  - {name: back, from: fabric, to: switch, bandwidth: 1 GB/s, latency: 1 us}\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 1[01]: link \w+ closes the loop .*take one of them"
+    ):
+        read(tmp_path, text)
+
+
+def test_nodes_that_nothing_joins(tmp_path):
+    text = GOOD.replace("{per: all}", "{per: node}")
+    with pytest.raises(
+        TopologyError, match=r"line 9: no link joins rank 0 .* add the missing link"
+    ):
+        simulate.simulate("direct_two_shot", "all_reduce", 8, read(tmp_path, text))
+
+
+def test_a_device_below_several(tmp_path):
+    """A switch of the whole node cannot hang below one of two that a node has."""
+    text = GOOD.replace("fabric: {per: all}", "half: {per: 1 gpu}").replace(
+        "from: gpu, to: fabric", "from: switch, to: half"
+    )
+    with pytest.raises(ConfigError, match=r"line 9: link cable leads from one switch to several"):
+        Network(read(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("{link: cable, node: 2, gpu: 0, slower: 2}", "on node 2, but the nodes are 0 to 1"),
+        ("{link: cable, node: 0, gpu: 2, slower: 2}", "GPU 2 of node 0, whose GPUs are 0 to 1"),
+        ("{link: cabel, node: 0, gpu: 0, slower: 2}", "did you mean 'cable'"),
+        ("{link: cable, node: 0, gpu: 0}", "changes nothing"),
+        ("{link: cable, node: 0, gpu: 0, slower: 0.5}", "not between 1 and"),
+        ("{link: cable, node: 0, gpu: 0, late: 1 us}", "only a GPU enters late"),
+        ("{node: 0, gpu: 0, broken: true}", "a GPU cannot be broken"),
+        ("{node: 0, gpu: 0, broken: 1}", "neither true nor false"),
+    ],
+)
+def test_bad_faults(tmp_path, fault, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, f"{GOOD}faults:\n  - {fault}\n")
+    assert "line 11" in str(caught.value)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown topology 'dgx-h10'.*did you mean 'dgx-h100'"):
+        simulate.load("dgx-h10")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        simulate.load(str(tmp_path / "none.yaml"))
+    with pytest.raises(ConfigError, match="line 1: the file is empty"):
+        read(tmp_path, "")
+    with pytest.raises(ConfigError, match="has no devices"):
+        read(tmp_path, "gpus: 1\n")
+    with pytest.raises(ConfigError, match="has no links"):
+        read(tmp_path, "gpus: 1\ndevices: {}\n")
+    with pytest.raises(ConfigError, match="links is no list"):
+        read(tmp_path, "gpus: 1\ndevices: {}\nlinks: {}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("450 GB/s", 450e9), ("400 Gb/s", 50e9), ("1.5e3 MB/s", 1.5e9), ("100Gbit/s", 12.5e9)],
+)
+def test_bandwidths(text, value):
+    assert quantities.bandwidth(text) == pytest.approx(value)
+
+
+def test_times_and_sizes():
+    assert quantities.duration("300 ns") == pytest.approx(3e-7)
+    assert quantities.duration("1 µs") == pytest.approx(1e-6)
+    assert quantities.amount("512 KiB") == 512 * 1024
+    assert quantities.amount("64 KB") == 64_000
+    assert [quantities.seconds_text(s) for s in (2.5, 3.2e-3, 4e-6, 5e-8, 0.0099996)] == [
+        "2.5 s", "3.2 ms", "4 us", "50 ns", "10 ms",
+    ]  # fmt: skip
