@@ -256,8 +256,8 @@ class Tcp(Base):
     def _lost(self, why: str) -> Failure:
         return failure_of(
             PeerDiedError,
-            f"rank {self.rank} lost the rendezvous at {self._where}: {why}; has {self._host}, which "
-            "hosts it, died?",
+            f"rank {self.rank} lost the rendezvous at {self._where}: {why}; has {self._host}, "
+            "which hosts it, died?",
         )
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..bench import machine, report
+from ..bench.backends import Host
 from ..bench.cases import Case, places
 from ..bench.measuring import Bench, elements_of, sizes
 from ..bench.timing import Effort, take_turns
@@ -103,7 +104,7 @@ def measure(
     wanted = sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
     cases = [Case(name, comm.size) for name in collectives]
     largest = max(case.elements(wanted[-1]) * case.itemsize for case in cases)
-    bench = Bench(comm, largest, Effort(args.seconds))
+    bench = Bench(Host(comm), largest, Effort(args.seconds))
     counts = {case.collective: elements_of(case, wanted) for case in cases}
     progress = Progress(sum(map(len, counts.values())), shown=comm.rank == 0)
     found: list[Measurement] = []
