@@ -34,6 +34,9 @@ PAGES = [
 HOW = "make bench BENCH_ARGS='--peer mpi --json bench/results/NAME.json'"
 
 
+SCRIPTS = "bench/host.sh and bench/gpu.sh"
+
+
 class Kind(NamedTuple):
     """Which rows a summary is made of, and how.
 
@@ -73,12 +76,14 @@ class Run(NamedTuple):
 
 
 def load(folder: Path, kind: str = "host") -> list[Run]:
-    """The runs of a folder, those on "host" or on "gpu". Raises ValueError for wrong results, or
-    those that were not checked.
+    """The runs of a folder, those on "host" or on "gpu". Raises ValueError for wrong results, those
+    that were not checked, and files of another kind.
     """
     runs = []
     for path in sorted(folder.glob(f"{kind}-*.json")):
         content = json.loads(path.read_text())
+        if "header" not in content:
+            raise ValueError(f"{path.name} is not from `collectives bench --json`; see {SCRIPTS}")
         for row in content["rows"]:
             if row["wrong"] or (row["wrong"] is None and row["collective"] != "barrier"):
                 what = f"{row['collective']} of {row['bytes']} bytes"

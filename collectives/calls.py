@@ -39,6 +39,8 @@ ANY_PAIR = 1 << 62
 COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
 DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
 OPS = {name: i for i, name in enumerate(_core.ops)}
+# What `_op` answers for ops without a factor, once it was asked.
+_PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
 ORDERS = {None: 0, "any": 0, "rank": 1}
 
 
@@ -115,6 +117,8 @@ class Calls:
     def _op(self, op: str, dtype: str, factor: complex | None) -> tuple[int, float, float]:
         if not isinstance(op, str):
             raise TypeError(f"op must be a name such as 'sum', not {op!r}")
+        if factor is None and (plain := _PLAIN_OPS.get((op, dtype))) is not None:
+            return plain
         number = OPS.get(op)
         if number is None:
             raise ValueError(f"unknown op {op!r}; {did_you_mean(op, _core.ops)}")
@@ -133,6 +137,7 @@ class Calls:
             return number, factor.real, factor.imag
         if factor is not None:
             raise ValueError(f"factor= belongs to op='premul_sum', not to {op!r}")
+        _PLAIN_OPS[op, dtype] = number, 1.0, 0.0
         return number, 1.0, 0.0
 
     def _root(self, root: int) -> int:
@@ -189,18 +194,22 @@ class Calls:
             op[2],
         )
         if device != "cpu":
-            views = [v for v in (target, source) if v is not None]
+            own = (target or source).stream  # type: ignore[union-attr]
             put_on = None if stream is None else stream_of(stream, collective)
-            start = partial(
-                self._run_on_device,
-                device, collective, arguments, root, nbytes, algorithm, views, put_on,
-            )  # fmt: skip
-            ended = result
-            if any(v.stream is None for v in views):  # jax: hand out what is written already
+            start = (device, collective, arguments, root, nbytes, algorithm, own or 0, put_on)
+            if (source or target).stream is None:  # type: ignore[union-attr]
+                # jax: what is handed out is written already.
                 ended = partial(self._ended, device, result)
+            else:
+                ended = result  # type: ignore[assignment]
             if self._group is not None:
-                return self._group.add(lambda: (start(), ended())[1])
-            start()
+
+                def run_there(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
+                    self._run_on_device(*start)
+                    return ended()
+
+                return self._group.add(run_there)
+            self._run_on_device(*start)
             if async_op:
                 return DeviceWork(self._engine(device), result, (source, target, *keep))
             return ended()
@@ -227,6 +236,9 @@ class Calls:
 
     def _engine(self, device: str) -> DeviceEngine:
         """The engine for arrays on `device`; collective at the first call on such arrays."""
+        engine = self._device
+        if engine is not None and engine.place == device:
+            return engine
         kind, _, number = device.partition(":")
         if self._device is None:
             if kind != "cuda":
@@ -266,12 +278,14 @@ class Calls:
         root: int,
         nbytes: int,
         algorithm: str | None,
-        views: Sequence[View],
+        stream: int,
         put_on: Stream | None,
     ) -> None:
         engine = self._engine(device)
-        self._check_stream(put_on, engine, collective)
-        if views and nbytes >= ANY_PAIR:
+        if put_on is not None:
+            self._check_stream(put_on, engine, collective)
+            stream = put_on.handle
+        if nbytes >= ANY_PAIR:
             raise UnsupportedError(
                 "all_to_all_v on device arrays is not there yet: pad the blocks and use "
                 "all_to_all, or pass copies on the host"
@@ -283,14 +297,10 @@ class Calls:
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        if put_on is not None:
-            stream = put_on.handle
-        else:
-            stream = next((v.stream for v in views if v.stream is not None), 0)
         engine.run(self._core, arguments, algorithm, stream)
 
-    def _check_stream(self, stream: Stream | None, engine: DeviceEngine, collective: str) -> None:
-        if stream is not None and stream.ordinal not in (None, engine.device):
+    def _check_stream(self, stream: Stream, engine: DeviceEngine, collective: str) -> None:
+        if stream.ordinal not in (None, engine.device):
             raise ArrayError(
                 f"{collective}: stream= is a stream of cuda:{stream.ordinal}, and rank {self.rank} "
                 f"works on cuda:{engine.device}; pass a stream of that GPU",

@@ -65,7 +65,7 @@ class DeviceEngine:
     """The GPU half of a rank. Making one is collective over the bootstrap.
 
     host        the rank's end on the host, which hears first what other ranks tell
-    device      ordinal of this rank's GPU
+    device      ordinal of this rank's GPU; `place` names it as arrays do
     max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
                 bound of all ranks counts.
 
@@ -82,6 +82,7 @@ class DeviceEngine:
     ) -> None:
         self.host = host
         self.device = device
+        self.place = f"cuda:{device}"
         self._bootstrap = bootstrap
         self._defined: set[tuple[str, str, int]] = set()
         count, why = _core.device_count()
@@ -155,20 +156,24 @@ class DeviceEngine:
             self.core.abort(str(error))
             raise
 
-    def _look(self) -> None:
-        """The same while the host waits for the GPU."""
+    def idle(self) -> bool:
+        """True when all calls so far have ended. Raises what went wrong in them, and what a peer
+        told, as `run` does.
+        """
+        if self.core.idle():
+            return True
         try:
             self.host.look()
         except CollectiveError as error:
             self.core.abort(str(error))
             raise
+        return False
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for all calls so far; False if they have not ended after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = 0.0
-        while not self.core.idle():
-            self._look()
+        while not self.idle():
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(pause)
@@ -185,20 +190,25 @@ class DeviceWork(Work):
         self._engine = engine
         self._result = result
         self._keep = keep
+        self._error: CollectiveError | None = None
 
     def done(self) -> bool:
         try:
-            return self._engine.core.idle()
-        except CollectiveError:
+            return self._engine.idle()
+        except CollectiveError as error:
+            self._error = self._error or error
             return True
 
     def _wait(self, timeout: float | None) -> bool:
         try:
             return self._engine.wait(timeout)
-        except CollectiveError:
+        except CollectiveError as error:
+            self._error = self._error or error
             return True
 
     def _finish(self) -> Any:
+        if self._error is not None:
+            raise self._error
         self._engine.core.check()
         self._keep = None
         return self._result()

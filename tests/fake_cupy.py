@@ -331,6 +331,7 @@ class Engine:
         self, bootstrap: Any, host: Any, nodes: Any, device: int, max_blocks: int = 0
     ) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
+        self.place = f"cuda:{device}"
         self.bounds.append(max_blocks)
 
     def run(self, comm: Any, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:

@@ -5,7 +5,9 @@ fakes; tests/gpu has the real ones.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import launch
@@ -122,6 +124,7 @@ class Engine:
 
     def __init__(self, bootstrap, host, nodes, device, max_blocks=0):
         self.host, self.device, self.max_blocks = host, device, max_blocks
+        self.place = f"cuda:{device}"
         self.core = SimpleNamespace(close=lambda: None, abort=lambda reason: None)
         self.calls, self.waits = [], 0
 
@@ -175,6 +178,20 @@ def test_every_collective_takes_a_stream(engine):
         return True
 
     assert alone(body)
+
+
+def test_a_group_keeps_the_arrays_of_its_calls(engine):
+    def body(comm):
+        x, out = Array(), Array(start=8192)
+        alive = weakref.ref(x), weakref.ref(out)
+        with comm.group():
+            comm.all_reduce(x, out=out)
+            del x, out
+            gc.collect()
+            assert all(array() is not None for array in alive)
+        return len(comm._device.calls)
+
+    assert alone(body) == 1
 
 
 def test_what_cannot_be_is_told_before_anything_runs(engine):
@@ -500,16 +517,22 @@ class _Kernels:
         self.reason = reason
 
 
-def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host():
-    """`synchronize` and `Work.wait` end the kernels that wait, and raise the reason."""
+@pytest.mark.parametrize("how", ["synchronize", "wait", "done"])
+def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host(how):
+    """`synchronize`, `Work.wait` and `Work.done` end kernels that wait, and raise the reason."""
 
     def body(comm):
         engine = device.DeviceEngine.__new__(device.DeviceEngine)
         engine.core, engine.host = _Kernels(), comm._core
+        work = device.DeviceWork(engine, lambda: "a result", None)
         with pytest.raises(cc.MismatchError, match="same side"):
             if comm.rank == 1:
                 comm._core.enter_device_call()
-                engine.wait(60)
+                if how == "synchronize":
+                    device.wait_for(engine, 60)
+                while how == "done" and not work.done():
+                    threading.Event().wait(0.001)
+                work.wait(60)
             else:
                 comm.all_reduce(np.ones(4))
         return engine.core.reason

@@ -282,8 +282,11 @@ def test_tables_of_results_on_gpus(results):
     assert script.summary(script.load(Path("/nowhere"), "gpu"), script.GPU) == [script.GPU.none]
 
 
-def test_wrong_results_are_refused(results):
-    _, write = results
+def test_wrong_results_are_refused(results, tmp_path):
+    script, write = results
+    (tmp_path / "gpu-else.json").write_text('{"rows": [{"bytes": 4, "us": {}}]}')
+    with pytest.raises(ValueError, match=r"gpu-else\.json is not from `collectives bench --json`"):
+        script.load(tmp_path, "gpu")
     write("barrier", [row(collective="barrier", wrong=None)])
     with pytest.raises(ValueError, match=r"bad\.json: all_reduce of 4096 bytes"):
         write("bad", [row(wrong=3)])

@@ -18,9 +18,7 @@ class Cuda(Kind):
     name = "cuda"
 
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
-        ordinal = getattr(x, "ordinal", None)  # of what another kind made to work in
-        if ordinal is None:
-            ordinal = getattr(getattr(x, "device", None), "id", 0)
+        ordinal = getattr(getattr(x, "device", None), "id", 0)
         return cuda_view(x, writable, what, gpu, f"cuda:{ordinal}")
 
     def new_like(self, x: Any, shape: tuple[int, ...]) -> Any:
@@ -35,11 +33,12 @@ def cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> View
     """Reads the CUDA array interface, version 3, which says everything but the device."""
     if not gpu:
         raise no_gpu_error(what, device)
-    if not hasattr(x, "__cuda_array_interface__"):
+    try:
+        interface = x.__cuda_array_interface__  # which cupy makes anew, so ask once
+    except AttributeError:
         raise ArrayTypeError(
             f"{what}: a {type(x).__name__} on {device} has no __cuda_array_interface__"
-        )
-    interface = x.__cuda_array_interface__
+        ) from None
     element = getattr(x, "dtype", None)
     if not isinstance(element, np.dtype):
         element = np.dtype(interface["typestr"])

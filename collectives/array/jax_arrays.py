@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,19 @@ def _ordinal(device: Any) -> int:
     return int(device.id if local is None else local)
 
 
+class _Gpu(NamedTuple):
+    """A GPU by its number in this process, as cupy names it."""
+
+    id: int
+
+
 class Fresh:
     """A jax array on a GPU that nobody has seen yet, so that it may be written once."""
 
     def __init__(self, array: Any, ordinal: int) -> None:
         self.array = array
         self.dtype = array.dtype
-        self.ordinal = ordinal
+        self.device = _Gpu(ordinal)
         self.__cuda_array_interface__ = {
             "version": 3,
             "shape": tuple(array.shape),
