@@ -81,6 +81,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._core = connection.core
         self._tuning = connection.tuning
         self.fallback = connection.fallback
+        self._transports = connection.transports
         self.rank = bootstrap.rank
         self.size = bootstrap.size
         self.nodes = connection.nodes
@@ -291,8 +292,8 @@ class Communicator(Reductions, Movements, PointToPoint):
 
     @property
     def transports(self) -> str:
-        """What carries data: "threads", "shm", "mpi", "shm+mpi" or "self"."""
-        return self._core.transports
+        """What carries data between ranks: "threads", "shm", "mpi", "shm+mpi" or "self"."""
+        return self._transports
 
     @property
     def _one_region(self) -> bool:

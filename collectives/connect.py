@@ -29,13 +29,14 @@ _thread_regions: dict[str, Region] = {}
 class Connection(NamedTuple):
     """What a communicator is made of.
 
-    core      the core's end
-    bootstrap the way to meet from now on
-    nodes     node of every rank
-    tuning    sizes for the host engine
-    fallback  why MPI is used where ranks could share memory, "" if it is not
-    hardware  what measured times depend on, as all ranks tell it
-    table     what was measured on such ranks, None if nothing was
+    core        the core's end
+    bootstrap   the way to meet from now on
+    nodes       node of every rank
+    tuning      sizes for the host engine
+    fallback    why MPI is used where ranks could share memory, "" if it is not
+    transports  what carries data between any of the ranks: equal on all of them
+    hardware    what measured times depend on, as all ranks tell it
+    table       what was measured on such ranks, None if nothing was
     """
 
     core: Core
@@ -43,6 +44,7 @@ class Connection(NamedTuple):
     nodes: list[int]
     tuning: HostTuning
     fallback: str
+    transports: str
     hardware: dict[str, str]
     table: Table | None
 
@@ -150,9 +152,12 @@ def connect(
     if region is not None and not threads:
         region.close_handle()
     _thread_regions.pop(bootstrap.job, None)
-    key = tables.layout_key(core.transports, nodes)
+    transports = core.transports
+    if mpi is not None:  # a rank that is alone on its node has no use for shared memory itself
+        transports = "shm+mpi" if max(reach.sizes) > 1 else "mpi"
+    key = tables.layout_key(transports, nodes)
     table = tables.parse(layouts[key], layouts["path"]) if key in layouts else None
-    return Connection(core, bootstrap, nodes, tuning, fallback, hardware, table)
+    return Connection(core, bootstrap, nodes, tuning, fallback, transports, hardware, table)
 
 
 def _measured_layouts(settings: Settings, hardware: dict[str, str]) -> tuple[dict[str, Any], str]:

@@ -66,3 +66,12 @@ def test_shared_memory_within_nodes_and_mpi_between(launcher, nodes):
 def test_the_queue_over_mpi(launcher):
     arguments = ("--nodes", "0,0,1", "--how", "async", "--counts", "1,300,9000")
     battery(3, *arguments, launcher=launcher, transport="shm+mpi", least=150)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("nodes", ["0,0,1", "0,1,0,2"])
+def test_small_calls_between_nodes_give_the_bits_of_their_schedules(nodes):
+    n = len(nodes.split(","))
+    result = launch.run(n, "fused.py", nodes, launcher="openmpi", timeout=100).expect(status=0)
+    found = re.search(r"^compared (\d+)$", result.output, re.MULTILINE)
+    assert found and int(found[1]) >= 6 * 12 * n, result
