@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import IO, NamedTuple
 
 from ..bootstrap import Server, listen
-from ..config import parse_seconds
+from ..config import Settings, parse_seconds
 from ..errors import ConfigError
 
 EXAMPLES = """\
@@ -147,7 +147,12 @@ class _Job:
         secret = secrets.token_hex(32)
         job = secrets.token_hex(8)
         server = Server(
-            listener, size=args.ranks, secret=secret.encode(), job=job, host="the launcher"
+            listener,
+            size=args.ranks,
+            secret=secret.encode(),
+            job=job,
+            host="the launcher",
+            heartbeat=Settings().heartbeat,
         )
         try:
             # All ranks are forked before the first thread starts: what runs between fork and exec
