@@ -107,6 +107,9 @@ class Communicator(Reductions, Movements, PointToPoint):
             if by != "node":
                 raise ValueError(f"by={by!r}; only 'node' is known")
             color = self.node
+        return self._split(color, key, None)
+
+    def _split(self, color: int | None, key: int, timeout: float | None) -> Communicator | None:
         self._check_open()
         answers = [
             json.loads(b) for b in self._bootstrap.all_gather(json.dumps([color, key]).encode())
@@ -119,7 +122,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         )
         name = f"split-{child}-{color}"
         return Communicator(
-            self._bootstrap.subgroup(members, name),
+            self._bootstrap.subgroup(members, name, timeout=timeout),
             self._settings,
             nodes=self._nodes_of(members),
         )
@@ -131,11 +134,13 @@ class Communicator(Reductions, Movements, PointToPoint):
         """
         return cls(detect(comm, timeout=timeout), Settings())
 
-    def duplicate(self) -> Communicator:
+    def duplicate(self, timeout: float | None = None) -> Communicator:
         """A communicator of the same ranks whose calls never mix with this one's: for another
         thread, or a library. Collective.
+
+        timeout  seconds that any wait of it lasts at most; as this one's unless given
         """
-        twin = self.split(0, self.rank)
+        twin = self._split(0, self.rank, timeout)
         assert twin is not None
         return twin
 

@@ -90,6 +90,7 @@ def killed(**changes):
     for new, rank in enumerate((0, 2)):
         error = {"kind": "PeerDiedError", "text": "rank 1 (process 7) died", "where": "call"}
         reports += [
+            Report(rank, "begins", 9.0, {}),
             Report(rank, "raised", 10.2, error),
             Report(rank, "shrunk", 10.3, {"size": 2, "rank": new, "attempts": 1}),
             Report(rank, "done", 10.4, {}),

@@ -112,7 +112,9 @@ def _judge_error(
     blow = outcome.blows.get(plan.victims[0])
     if blow is None:
         return
-    seconds = max(0.0, raised.at - blow)
+    # Before a rank has begun it waits for nobody.
+    began = min(r.at for r in outcome.reports if (r.rank, r.what) == (rank, "begins"))
+    seconds = max(0.0, raised.at - max(blow, began))
     verdict.detected.append(seconds)
     verdict.starved.append(raised.facts.get("starved", 0.0))
     limit = within + _patience(plan)

@@ -2,6 +2,7 @@
 
 Reports are JSON lines: {"what": ..., "at": seconds of CLOCK_MONOTONIC, ...}.
 
+    begins   the rank calls init
     armed    a victim has come to its moment; the blow follows (from the stage, for signals)
     ends     a victim ends by itself now
     raised   a call, or init, raised: kind, text, peer, where; starved: seconds of that time in
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds that shrink waits for a rank that lives and does not come
 _ATTEMPTS = 3
+_STARTING = 25.0  # seconds for all ranks to come, where their coming is not what is tried
 
 
 def _starved() -> float:
@@ -73,7 +75,8 @@ class Rank:
                 self._blow(None)
             if plan.moment == "in init" and self._victim:
                 self.report("armed")
-            comm = self._expect(lambda: init("tcp", timeout=plan.timeout), "init")
+            self.report("begins")
+            comm = self._expect(self._init, "init")
             if comm is not None:
                 self._live(comm)
             self.report("done")
@@ -81,6 +84,13 @@ class Rank:
             raise
         except BaseException as error:
             self.report("wrong", text=f"{type(error).__name__}: {error}")
+
+    def _init(self) -> Communicator:
+        plan = self.plan
+        if plan.moment in ("before init", "in init"):
+            return init("tcp", timeout=plan.timeout)
+        # What a busy machine needs to start a job has nothing to do with the fault.
+        return init("tcp", timeout=_STARTING).duplicate(timeout=plan.timeout)
 
     def _live(self, comm: Communicator) -> None:
         plan = self.plan
