@@ -110,6 +110,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         key: int = 0,
         *,
         by: str | None = None,
+        timeout: float | None = None,
         max_blocks: int | None = None,
     ) -> Communicator | None:
         """New communicators of the ranks with equal `color`, ordered by `key`, then rank.
@@ -117,6 +118,7 @@ class Communicator(Reductions, Movements, PointToPoint):
 
         color       None: this rank gets none (None is returned)
         by          "node": one for each node
+        timeout     seconds that any wait of it lasts at most; as this one's unless given
         max_blocks  see `init`; this communicator's bound unless given
         """
         bound = self.max_blocks if max_blocks is None else checked_blocks(max_blocks)
@@ -136,7 +138,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         )
         name = f"split-{child}-{color}"
         return Communicator(
-            self._bootstrap.subgroup(members, name),
+            self._bootstrap.subgroup(members, name, timeout=timeout),
             self._settings,
             nodes=self._nodes_of(members),
             max_blocks=bound,
@@ -151,13 +153,16 @@ class Communicator(Reductions, Movements, PointToPoint):
         """
         return cls(detect(comm, timeout=timeout), Settings(), max_blocks=max_blocks)
 
-    def duplicate(self, *, max_blocks: int | None = None) -> Communicator:
+    def duplicate(
+        self, timeout: float | None = None, *, max_blocks: int | None = None
+    ) -> Communicator:
         """A communicator of the same ranks whose calls never mix with this one's: for another
         thread, or a library. Collective.
 
+        timeout     seconds that any wait of it lasts at most; as this one's unless given
         max_blocks  see `init`; this communicator's bound unless given
         """
-        twin = self.split(0, self.rank, max_blocks=max_blocks)
+        twin = self.split(0, self.rank, timeout=timeout, max_blocks=max_blocks)
         assert twin is not None
         return twin
 

@@ -14,17 +14,19 @@ namespace {
 using std::chrono::duration;
 using std::chrono::steady_clock;
 
-double unix_time() {
+double read_clock(clockid_t which) {
   timespec t{};
-  clock_gettime(CLOCK_REALTIME, &t);
+  clock_gettime(which, &t);
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// The cycle counter beside the clock, when this process made its first communicator and now: the
+double unix_time() { return read_clock(CLOCK_REALTIME); }
+
+// The cycle counter beside a clock that nobody sets, when this process made its first communicator and now: the
 // line through both converts one into the other.
 struct Instant {
   std::uint64_t ticks = collectives::ticks();
-  double time = unix_time();
+  double time = read_clock(CLOCK_MONOTONIC);
 };
 const Instant& first_instant() {
   static const Instant first;
@@ -38,15 +40,16 @@ class Clock {
     while (now_.time - first.time < 1e-3);
     seconds_per_tick_ =
         (now_.time - first.time) / static_cast<double>(now_.ticks - first.ticks);
+    unix_now_ = unix_time();
   }
   double of(std::uint64_t t) const {
-    return now_.time - static_cast<double>(static_cast<std::int64_t>(now_.ticks - t)) *
+    return unix_now_ - static_cast<double>(static_cast<std::int64_t>(now_.ticks - t)) *
                            seconds_per_tick_;
   }
-  double now() const { return now_.time; }
 
  private:
   Instant now_;
+  double unix_now_ = 0;
   double seconds_per_tick_ = 0;
 };
 

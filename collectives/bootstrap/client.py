@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from ..config import DEFAULT_TIMEOUT
+from ..config import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT
 from ..errors import (
     BootstrapError,
     ClosedError,
@@ -68,6 +68,7 @@ class Tcp(Base):
     timeout   seconds to wait for all ranks, and in each call
     group     name of the group; names that begin with "world" are those of all ranks
     hosted    the server, if it runs in this process and ends with this object
+    heartbeat seconds until a host that vanished is noticed
 
     Raises BootstrapError if nothing listens in time, a rank is missing, or this one does not belong
     here.
@@ -86,6 +87,7 @@ class Tcp(Base):
         timeout: float = DEFAULT_TIMEOUT,
         group: str = "world",
         hosted: Hosted | None = None,
+        heartbeat: float = DEFAULT_HEARTBEAT,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -95,6 +97,7 @@ class Tcp(Base):
         self._job = job
         self._group = group
         self._hosted = hosted
+        self._heartbeat = heartbeat
         self._host = "rank 0, unless a launcher"  # who runs the server, until it has told
         self._birth = Birth()
         self._lock = threading.Lock()  # one call at a time
@@ -129,8 +132,9 @@ class Tcp(Base):
                     self._address, timeout=max(0.05, min(left, HANDSHAKE_SECONDS))
                 )
                 try:
-                    tune(sock)
-                    return sock, self._shake_hands(sock)
+                    tune(sock, self._heartbeat)
+                    seconds = max(0.05, min(deadline - time.monotonic(), HANDSHAKE_SECONDS))
+                    return sock, self._shake_hands(sock, seconds)
                 except BaseException:
                     sock.close()
                     raise
@@ -147,19 +151,20 @@ class Tcp(Base):
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
 
-    def _shake_hands(self, sock: socket.socket) -> Link:
-        greeting = receive_exactly(sock, GREETING, len(MAGIC), MAGIC)
+    def _shake_hands(self, sock: socket.socket, seconds: float) -> Link:
+        greeting = receive_exactly(sock, GREETING, len(MAGIC), MAGIC, seconds)
         if greeting is None or not greeting.startswith(MAGIC):
-            said = f"said {greeting!r}" if greeting else f"said nothing for {HANDSHAKE_SECONDS:g} s"
+            said = f"said {greeting!r}" if greeting else f"said nothing for {seconds:.2g} s"
+            stopped = "" if greeting else f", or {self._host}, which hosts it, has stopped"
             raise BootstrapError(
                 f"what listens at {self._where} is no rendezvous of this package, or of another "
-                f"version of it (it {said}); choose another port with COLLECTIVES_PORT or "
+                f"version of it (it {said}){stopped}; choose another port with COLLECTIVES_PORT or "
                 "MASTER_PORT",
                 rank=self.rank,
             )
         theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
         sock.sendall(MAGIC + ours + prove(self._secret, b"rank", theirs, ours))
-        verdict = receive_exactly(sock, VERDICT)
+        verdict = receive_exactly(sock, VERDICT, seconds=seconds)
         if verdict is None:
             raise TimeoutError("no answer to the handshake")
         if verdict.startswith(REFUSED):
@@ -285,6 +290,7 @@ class Tcp(Base):
             timeout=self.timeout if timeout is None else timeout,
             group=part_name(self.job, name),
             hosted=self._hosted.share() if self._hosted is not None else None,
+            heartbeat=self._heartbeat,
         )
 
     def check(self) -> None:
@@ -367,7 +373,11 @@ class Tcp(Base):
 
 
 def receive_exactly(
-    sock: socket.socket, count: int, prefix: int = 0, expected: bytes = b""
+    sock: socket.socket,
+    count: int,
+    prefix: int = 0,
+    expected: bytes = b"",
+    seconds: float = HANDSHAKE_SECONDS,
 ) -> bytes | None:
     """`count` bytes, or fewer as soon as the first `prefix` differ from `expected`; None if there
     is only silence.
@@ -375,7 +385,7 @@ def receive_exactly(
     Raises OSError if the connection ends before.
     """
     data = b""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    deadline = time.monotonic() + seconds
     while len(data) < count:
         sock.settimeout(max(1e-3, deadline - time.monotonic()))
         try:

@@ -6,6 +6,7 @@ import atexit
 import threading
 from typing import ClassVar
 
+from ..config import DEFAULT_HEARTBEAT
 from ..errors import BootstrapError
 from .addresses import is_loopback, listen
 from .client import Tcp
@@ -24,7 +25,16 @@ class Hosted:
         self._users = 1
 
     @classmethod
-    def open(cls, host: str, port: int, *, size: int, secret: bytes, job: str) -> Hosted:
+    def open(
+        cls,
+        host: str,
+        port: int,
+        *,
+        size: int,
+        secret: bytes,
+        job: str,
+        heartbeat: float = DEFAULT_HEARTBEAT,
+    ) -> Hosted:
         """The server at this address: one that is there already, for the same world, or a new
         one.
         """
@@ -34,7 +44,11 @@ class Hosted:
                 hosted._users += 1
                 return hosted
             server = Server(
-                listen(host, port, backlog=size + 128), size=size, secret=secret, job=job
+                listen(host, port, backlog=size + 128),
+                size=size,
+                secret=secret,
+                job=job,
+                heartbeat=heartbeat,
             )
             hosted = cls(server, (host, server.address[1]))
             cls._live[hosted._key] = hosted
@@ -88,6 +102,7 @@ def meet(
     job: str,
     timeout: float,
     hosts: bool,
+    heartbeat: float = DEFAULT_HEARTBEAT,
 ) -> Tcp:
     """Joins the world at an address; `hosts`: this rank runs the server there."""
     if not secret and not is_loopback(host):
@@ -98,7 +113,9 @@ def meet(
             "with it",
             rank=rank,
         )
-    hosted = Hosted.open(host, port, size=size, secret=secret, job=job) if hosts else None
+    hosted = None
+    if hosts:
+        hosted = Hosted.open(host, port, size=size, secret=secret, job=job, heartbeat=heartbeat)
     return Tcp(
         (host, port),
         rank=rank,
@@ -108,4 +125,5 @@ def meet(
         timeout=timeout,
         group=world_name((host, port)),
         hosted=hosted,
+        heartbeat=heartbeat,
     )

@@ -37,7 +37,7 @@ class Solo(Base):
     def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Solo:
         self.check()
         self._check_members(ranks)
-        return Solo(self.timeout)
+        return Solo(self.timeout if timeout is None else timeout)
 
     def check(self) -> None:
         if self._broken is not None:
@@ -121,7 +121,8 @@ class Threads(Base):
                 f"{hub.ranks}",
                 rank=self.rank,
             )
-        return Threads(hub, members.index(self.rank), self.timeout)
+        seconds = self.timeout if timeout is None else timeout
+        return Threads(hub, members.index(self.rank), seconds)
 
     def check(self) -> None:
         if self._closed:

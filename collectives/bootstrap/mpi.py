@@ -122,7 +122,7 @@ class Mpi(Base):
         group = self.comm.Get_group().Incl(list(self._check_members(ranks)))
         comm = self.comm.Create_group(group, zlib.crc32(name.encode()) & 0x7FFF)
         group.Free()
-        return Mpi(comm, self.timeout, own=True)
+        return Mpi(comm, self.timeout if timeout is None else timeout, own=True)
 
     def check(self) -> None:
         self._birth.check(self.rank)

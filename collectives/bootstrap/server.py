@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..config import DEFAULT_HEARTBEAT
 from ..errors import (
     AbortedError,
     BootstrapError,
     ClosedError,
     CollectiveError,
+    DeadlineError,
     PeerDiedError,
 )
 from .forks import Birth, close_sockets_in_child
@@ -119,6 +121,7 @@ class Server:
     size      number of ranks in the world
     secret    what a rank must know; b"" lets in everyone who reaches the socket
     job       a rank that names another job is refused ("" on either side: not compared)
+    heartbeat seconds until a rank's host that vanished is noticed
     host      how errors name the process that this runs in
 
     Runs in a daemon thread of its own between `start` and `stop`.
@@ -132,12 +135,14 @@ class Server:
         secret: bytes = b"",
         job: str = "",
         host: str = "rank 0",
+        heartbeat: float = DEFAULT_HEARTBEAT,
     ) -> None:
         self.size = size
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._secret = secret
         self._job = job
         self._host = host
+        self._heartbeat = heartbeat
         self._listener = listener
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -257,7 +262,7 @@ class Server:
             time.sleep(0.01)
             return
         sock.setblocking(False)
-        tune(sock)
+        tune(sock, self._heartbeat)
         self._admit(
             sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         )
@@ -513,13 +518,20 @@ class Server:
         if meeting.complete or group.failure is not None or not meeting.members:
             return
         missing = set(range(group.size)) - meeting.members.keys()
-        group.fail(
-            BootstrapError,
-            f"not all ranks came within {seconds:g} s: {name_ranks(meeting.members)} of "
-            f"{group.size} came, {name_ranks(missing)} {'is' if len(missing) == 1 else 'are'} "
-            f"missing; were they started, and do they reach {self.address[0]}:{self.address[1]}?",
-            min(missing),
+        who = (
+            f"{name_ranks(meeting.members)} of {group.size} came, {name_ranks(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing"
         )
+        if parent_of(group.name):
+            words = f"a part of the ranks did not gather within {seconds:g} s: {who}"
+            group.fail(DeadlineError, words, min(missing))
+        else:
+            group.fail(
+                BootstrapError,
+                f"not all ranks came within {seconds:g} s: {who}; were they started, and do they "
+                f"reach {self.address[0]}:{self.address[1]}?",
+                min(missing),
+            )
         self._tell(meeting)
 
     def _lose(self, connection: _Connection, why: str) -> None:

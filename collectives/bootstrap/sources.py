@@ -179,6 +179,7 @@ def _from_tcp(environ: Mapping[str, str], settings: Settings, timeout: float) ->
         job=settings.job,
         timeout=timeout,
         hosts=rank == 0 and not launched,
+        heartbeat=settings.heartbeat,
     )
 
 

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..config import DEFAULT_HEARTBEAT
 from ..errors import CollectiveError
 from .groups import Failure
 
@@ -200,17 +201,22 @@ def unpack_failure(payload: bytes) -> Failure:
     )
 
 
-def tune(sock: socket.socket) -> None:
-    """Small messages at once, and a host that vanished without a word is noticed within half a
-    minute.
+def tune(sock: socket.socket, heartbeat: float = DEFAULT_HEARTBEAT) -> None:
+    """Small messages at once; and the kernel asks the other host now and then whether it is there,
+    so that one which vanished without a word is noticed within `heartbeat` seconds (3 at least).
+
+    The kernels of both hosts do it, whatever the programs compute; the end of a process they tell
+    of at once.
     """
+    idle = max(1, round(heartbeat / 2))  # quiet for so long, then three questions
+    every = max(1, int((heartbeat - idle) / 3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPIDLE", idle),
+        ("TCP_KEEPINTVL", every),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 30_000),
+        ("TCP_USER_TIMEOUT", max(1, int(heartbeat * 1000))),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

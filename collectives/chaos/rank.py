@@ -2,9 +2,11 @@
 
 Reports are JSON lines: {"what": ..., "at": seconds of CLOCK_MONOTONIC, ...}.
 
+    begins   the rank calls init
     armed    a victim has come to its moment; the blow follows (from the stage, for signals)
     ends     a victim ends by itself now
-    raised   a call, or init, raised: kind, text, peer, where
+    raised   a call, or init, raised: kind, text, peer, where; starved: seconds of that time in
+             which the rank was ready to run and the machine had no processor for it
     again    a call on a shrunk communicator raised, so it is shrunk once more
     shrunk   size and rank of the new communicator
     done     the rank has come to its end
@@ -13,11 +15,13 @@ Reports are JSON lines: {"what": ..., "at": seconds of CLOCK_MONOTONIC, ...}.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveError, MismatchError
@@ -30,6 +34,18 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds that shrink waits for a rank that lives and does not come
 _ATTEMPTS = 3
+_STARTING = 25.0  # seconds for all ranks to come, where their coming is not what is tried
+
+
+def _starved() -> float:
+    """Seconds that the threads of this process were ready to run and no processor was free; 0 where
+    the kernel does not count them.
+    """
+    total = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for task in os.listdir("/proc/self/task"):
+            total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+    return total * 1e-9
 
 
 class _Raised(Exception):
@@ -44,6 +60,7 @@ class Rank:
         self.rank = rank
         self._reports = reports
         self._victim = rank in plan.victims
+        self._starved = 0.0  # what _starved said when the last phase began
 
     def report(self, what: str, **facts: Any) -> None:
         line = json.dumps({"what": what, "at": time.monotonic(), **facts})
@@ -52,12 +69,14 @@ class Rank:
     def run(self) -> None:
         """Raises what a victim of "raise" raises; returns otherwise."""
         plan = self.plan
+        self._starved = _starved()
         try:
             if plan.moment == "before init" and self._victim:
                 self._blow(None)
             if plan.moment == "in init" and self._victim:
                 self.report("armed")
-            comm = self._expect(lambda: init("tcp", timeout=plan.timeout), "init")
+            self.report("begins")
+            comm = self._expect(self._init, "init")
             if comm is not None:
                 self._live(comm)
             self.report("done")
@@ -65,6 +84,13 @@ class Rank:
             raise
         except BaseException as error:
             self.report("wrong", text=f"{type(error).__name__}: {error}")
+
+    def _init(self) -> Communicator:
+        plan = self.plan
+        if plan.moment in ("before init", "in init"):
+            return init("tcp", timeout=plan.timeout)
+        # What a busy machine needs to start a job has nothing to do with the fault.
+        return init("tcp", timeout=_STARTING).duplicate(timeout=plan.timeout)
 
     def _live(self, comm: Communicator) -> None:
         plan = self.plan
@@ -86,6 +112,7 @@ class Rank:
             "in init": self._stream,
             "before init": self._stream,
         }
+        self._starved = _starved()
         self._expect(lambda: moments[plan.moment](comm))
         return self._go_on(comm)
 
@@ -154,8 +181,7 @@ class Rank:
         try:
             verify.call(comm, plan.collective, count, plan.dtype, algorithm=plan.algorithm)
         except MismatchError as error:
-            kind = type(error).__name__
-            self.report("raised", kind=kind, text=str(error), peer=error.peer, where="call")
+            self._raised(error, "call")
         else:
             self.report("wrong", text="ranks disagreed, and no MismatchError was raised")
         verify.everything(comm)
@@ -197,9 +223,18 @@ class Rank:
         try:
             return call()
         except CollectiveError as error:
-            kind = type(error).__name__
-            self.report("raised", kind=kind, text=str(error), peer=error.peer, where=where)
+            self._raised(error, where)
             return None
+
+    def _raised(self, error: CollectiveError, where: str) -> None:
+        self.report(
+            "raised",
+            kind=type(error).__name__,
+            text=str(error),
+            peer=error.peer,
+            where=where,
+            starved=max(0.0, _starved() - self._starved),
+        )
 
     def _go_on(self, comm: Communicator) -> None:
         """Shrinks until those that are left can work, and checks that they do."""

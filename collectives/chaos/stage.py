@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..bootstrap import Server, listen
+from ..children import die_with_parent
 from .plan import Plan
 from .rank import Rank
 
@@ -106,11 +107,13 @@ class Stage:
 
     def _fork(self, body: Callable[[], None], last: Callable[[], None] | None = None) -> int:
         """A child that runs `body`; `last` comes just before its end, if it has failed."""
+        stage = os.getpid()
         pid = os.fork()
         if pid:
             return pid
         status = 1
         try:
+            die_with_parent(stage)
             # What this process has inherited is not its own.
             atexit._clear()
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -62,6 +62,7 @@ def as_json_document(rounds: Judged, seed: int, seconds: float) -> dict[str, Any
                 "seconds": round(outcome.seconds, 4),
                 "raised": verdict.raised,
                 "detected": [round(t, 5) for t in verdict.detected],
+                "starved": [round(t, 5) for t in verdict.starved],
                 "violations": verdict.violations,
             }
             for outcome, verdict in rounds

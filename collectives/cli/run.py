@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -23,7 +22,8 @@ from collections.abc import Callable, Sequence, Set
 from typing import IO, NamedTuple
 
 from ..bootstrap import Server, listen
-from ..config import parse_seconds
+from ..children import die_with_parent
+from ..config import Settings, parse_seconds
 from ..errors import ConfigError
 
 EXAMPLES = """\
@@ -147,7 +147,12 @@ class _Job:
         secret = secrets.token_hex(32)
         job = secrets.token_hex(8)
         server = Server(
-            listener, size=args.ranks, secret=secret.encode(), job=job, host="the launcher"
+            listener,
+            size=args.ranks,
+            secret=secret.encode(),
+            job=job,
+            host="the launcher",
+            heartbeat=Settings().heartbeat,
         )
         try:
             # All ranks are forked before the first thread starts: what runs between fork and exec
@@ -303,14 +308,9 @@ def _before_exec(parent: int, mask: Set[int]) -> Callable[[], None]:
     """What a rank does before it becomes the program: lead a group, die with its parent, take
     signals again.
     """
-    prctl = ctypes.CDLL(None).prctl
-    set_death_signal = 1  # PR_SET_PDEATHSIG
-
     def prepare() -> None:
         os.setpgid(0, 0)
-        prctl(set_death_signal, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call above
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     return prepare

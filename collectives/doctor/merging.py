@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..bootstrap.groups import have, name_ranks
 from ..config import format_size
@@ -40,7 +40,21 @@ def read(paths: Iterable[str | Path]) -> list[Dump]:
     return found
 
 
+class Diagnosis(NamedTuple):
+    """What the dumps of one communicator say. `trouble`: somebody waits, or something failed."""
+
+    communicator: str
+    size: int
+    trouble: bool
+    sentence: str
+
+
 def diagnose(dumps: Sequence[Dump]) -> list[str]:
+    """The sentences of `judge`."""
+    return [one.sentence for one in judge(dumps)]
+
+
+def judge(dumps: Sequence[Dump]) -> list[Diagnosis]:
     """A sentence for each communicator: those with trouble first, the largest before its parts."""
     groups: dict[str, dict[int, Dump]] = {}
     for dump in dumps:
@@ -48,9 +62,11 @@ def diagnose(dumps: Sequence[Dump]) -> list[str]:
         known = ranks.get(dump["rank"])
         if known is None or known["time"] < dump["time"]:
             ranks[dump["rank"]] = dump
-    judged = [(_Group(ranks)) for ranks in groups.values()]
-    judged.sort(key=lambda group: (not group.trouble, -group.size))
-    return [group.sentence for group in judged]
+    judged = [
+        Diagnosis(name, group.size, group.trouble, group.sentence)
+        for name, group in ((name, _Group(ranks)) for name, ranks in groups.items())
+    ]
+    return sorted(judged, key=lambda one: (not one.trouble, -one.size))
 
 
 class _Group:
@@ -241,4 +257,7 @@ class _Group:
 
 def _size(record: Record) -> str:
     size = record["bytes"]
-    return f"{format_size(size)}iB" if size >= 1024 and size % 1024 == 0 else f"{size} bytes"
+    if size < 1024 or size % 1024:
+        return f"{size} bytes"
+    text = format_size(size)
+    return f"{text[:-1]} {text[-1]}iB"

@@ -1,0 +1,173 @@
+"""Faults drawn at random: the drawing, the judging, and some rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from collectives.chaos import judging, plan
+from collectives.chaos.judging import judge, ranks_in
+from collectives.chaos.stage import Outcome, Report
+
+
+def chaos(*arguments, timeout=100):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    command = [sys.executable, "-m", "collectives", "chaos", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+
+
+# ---- drawing ------------------------------------------------------------------------------------
+
+
+def test_a_seed_draws_the_same_rounds_again_and_others_from_another_seed():
+    first = [plan.draw(7, number, 4) for number in range(50)]
+    assert first == [plan.draw(7, number, 4) for number in range(50)]
+    assert plan.draw(7, 30, 4) == first[30]
+    assert first != [plan.draw(8, number, 4) for number in range(50)]
+
+
+def test_every_fault_comes_at_every_moment_that_it_can():
+    drawn = Counter((p.kind, p.moment) for p in (plan.draw(1, n, 4) for n in range(2000)))
+    possible = {(kind, m) for m, kinds in plan._POSSIBLE.items() for kind in kinds}
+    assert set(drawn) == possible
+    assert {kind for kind, _ in possible} == set(plan.KINDS)
+    algorithms = {plan.draw(1, n, 4).algorithm for n in range(2000)}
+    assert {"ring", "direct_two_shot", "double_binary_tree", "hierarchical", None} <= algorithms
+
+
+# ---- rounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_some_rounds(tmp_path):
+    """A generous limit, since tests share their machine; `chaos` itself says one second."""
+    got = chaos("--rounds", 8, "--seed", 11, "--within", 20, "--json", tmp_path / "figures.json")
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert "8 rounds of seed 11" in got.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert len(figures["rounds"]) == 8
+    assert figures["violations"] == 0
+    assert sum(len(r["raised"]) for r in figures["rounds"]) > 4
+
+
+@pytest.mark.faults
+def test_a_violation_is_shown_and_changes_the_exit_status():
+    """No survivor of a real fault can raise within a nanosecond."""
+    number = next(
+        n
+        for n in range(100)
+        if (p := plan.draw(5, n, 4)).kind == "sigkill" and p.moment == "between calls"
+    )
+    got = chaos("--seed", 5, "--only", number, "--within", 1e-9)
+    assert got.returncode == 1, got.stdout + got.stderr
+    assert "WRONG: rank" in got.stdout
+    assert "without a processor), the limit is 1e-09 s" in got.stdout
+    assert "1 not as promised" in got.stdout
+
+
+def test_it_starts_its_ranks_itself():
+    env = {**os.environ, "COLLECTIVES_RANK": "0", "COLLECTIVES_WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "collectives", "chaos", "--rounds", "1"]
+    got = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert got.returncode == 2
+    assert "start it without a launcher" in got.stderr
+
+
+# ---- judging ------------------------------------------------------------------------------------
+
+
+def killed(**changes):
+    """A good round: rank 1 of 3 is killed between two calls."""
+    drawn = plan.draw(1, 0, 4)._replace(
+        ranks=3, kind="sigkill", moment="between calls", victims=(1,), timeout=20.0
+    )
+    reports = []
+    for new, rank in enumerate((0, 2)):
+        error = {"kind": "PeerDiedError", "text": "rank 1 (process 7) died", "where": "call"}
+        reports += [
+            Report(rank, "begins", 9.0, {}),
+            Report(rank, "raised", 10.2, error),
+            Report(rank, "shrunk", 10.3, {"size": 2, "rank": new, "attempts": 1}),
+            Report(rank, "done", 10.4, {}),
+        ]
+    whole = Outcome(drawn, reports, {1: 10.0}, [0, -9, 0], [], [], 1.0)
+    return whole._replace(**changes)
+
+
+def altered(what, **facts):
+    """The good round with some facts of a report of rank 0 changed."""
+    whole = killed()
+    return whole._replace(
+        reports=[
+            r._replace(facts={**r.facts, **facts}) if (r.what, r.rank) == (what, 0) else r
+            for r in whole.reports
+        ]
+    )
+
+
+def test_a_good_round_has_no_violation():
+    verdict = judge(killed(), 1.0)
+    assert verdict.violations == []
+    assert verdict.detected == pytest.approx([0.2, 0.2])
+    assert verdict.raised == ["PeerDiedError"] * 2
+
+
+def without(what):
+    return killed(reports=[r for r in killed().reports if r.what != what])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "within", "words"),
+    [
+        (killed(), 0.1, "0.20 s after the blow (0.00 s of them without a processor), the"),
+        (altered("raised", kind="MismatchError"), 1, "rank 0 raised MismatchError"),
+        (altered("raised", text="something"), 1, "does not name rank 1"),
+        (altered("raised", text="rank 11 died"), 1, "does not name rank 1"),
+        (altered("shrunk", size=3), 1, "went on as 0 of 3, not 0 of 2"),
+        (altered("shrunk", attempts=2), 1, "had to shrink 2 times"),
+        (without("raised"), 1, "rank 0 raised nothing"),
+        (without("shrunk"), 1, "rank 0 did not go on"),
+        (without("done"), 1, "rank 2 did not come to its end"),
+        (killed(statuses=[0, -9, -11]), 1, "rank 2 ended with status -11"),
+        (killed(stuck=["rank 2 did not end"]), 1, "rank 2 did not end"),
+        (killed(left=["/dev/shm/collectives is left"]), 1, "is left"),
+        (killed(blows={}), 1, "rank 1 never came to its end"),
+        (
+            killed(reports=[*killed().reports, Report(0, "wrong", 1.0, {"text": "bad bits"})]),
+            1,
+            "rank 0: bad bits",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found(outcome, within, words):
+    found = judge(outcome, within).violations
+    assert any(words in text for text in found), found
+
+
+def test_time_without_a_processor_is_the_machine_s():
+    assert judge(altered("raised", starved=0.05), 0.17).violations != []  # rank 2 had one
+    assert judge(altered("raised", starved=0.05), 0.2001).violations == []
+    whole = killed()
+    reports = [
+        r._replace(facts={**r.facts, "starved": 0.15}) if r.what == "raised" else r
+        for r in whole.reports
+    ]
+    assert judge(whole._replace(reports=reports), 0.1).violations == []
+
+
+def test_a_stopped_rank_may_take_as_long_as_the_deadline():
+    whole = killed()
+    whole = whole._replace(plan=whole.plan._replace(kind="sigstop", timeout=0.15))
+    found = judge(whole, 0.1).violations
+    assert all("PeerDiedError" in words for words in found), found
+    assert judging._patience(whole.plan) == 0.15
+
+
+def test_ranks_that_a_message_names():
+    assert ranks_in("rank 3 died; ranks 0-2, 5 came, ranks 7 and 9 have not") == {3, 0, 1, 2, 5, 7, 9}
+    assert ranks_in("4 ranks, and rank x") == set()

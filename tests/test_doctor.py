@@ -1,0 +1,299 @@
+"""The doctor: what merged dumps say, and what is found on a machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from collectives.doctor import packages, system
+from collectives.doctor.findings import Finding, as_text
+from collectives.doctor.merging import diagnose, judge, read
+from collectives.doctor.system import Place
+
+
+def call(sequence, state="done", begin=100.0, **more):
+    facts = {
+        "sequence": sequence,
+        "collective": "all_reduce",
+        "count": 1 << 20,
+        "bytes": 4 << 20,
+        "dtype": "float32",
+        "op": "sum",
+        "algorithm": "ring",
+        "state": state,
+        "begin": begin,
+        "thread": 1,
+    }
+    if state in ("done", "failed"):
+        facts["end"] = begin + 0.5
+    return {**facts, **more}
+
+
+def dump(rank, calls, size=4, **more):
+    facts = {"name": "abcdefgh12", "rank": rank, "size": size, "state": "open", "time": 112.3}
+    return {**facts, "calls": calls, "transfers": [], **more}
+
+
+WAITS = [call(17, begin=99.0), call(18, "entered")]
+
+
+def test_who_is_behind():
+    dumps = [dump(r, WAITS) for r in (0, 1, 3)] + [dump(2, [call(17, begin=99.0)])]
+    assert diagnose(dumps) == [
+        "communicator abcdefgh of 4: rank 2 has not entered all_reduce #18 (float32, 4 MiB, ring) "
+        "(rank 2 finished all_reduce #17 12.8 s ago); ranks 0-1, 3 wait in it since 12.3 s"
+    ]
+
+
+def test_who_never_came_and_whose_dump_is_missing():
+    dumps = [dump(0, [call(1, "entered")]), dump(1, [])]
+    assert diagnose(dumps) == [
+        "communicator abcdefgh of 4: rank 1 has not entered all_reduce #1 (float32, 4 MiB, ring) "
+        "(rank 1 has made no call yet); rank 0 waits in it since 12.3 s; no dump of ranks 2-3"
+    ]
+
+
+def test_who_gave_up():
+    error = {"kind": "deadline", "message": "gave up after ...", "time": 110.0, "peer": 1}
+    late = [call(17), call(18, "failed", end=105.0)]
+    dumps = [
+        dump(0, late, size=2, state="broken", error=error),
+        dump(1, [call(17)], size=2),
+    ]
+    (sentence,) = diagnose(dumps)
+    assert "rank 1 has not entered all_reduce #18" in sentence
+    assert "rank 0 gave up after 5.0 s in it" in sentence
+
+
+def test_different_calls():
+    other = call(18, "entered", collective="broadcast", root=1)
+    dumps = [dump(0, WAITS), dump(1, WAITS), dump(2, [call(17), other]), dump(3, WAITS)]
+    assert diagnose(dumps) == [
+        "communicator abcdefgh of 4: the ranks make different calls: all_reduce #18 (float32, "
+        "4 MiB, ring) on ranks 0-1, 3, broadcast #18 (float32, 4 MiB, root 1, ring) on rank 2"
+    ]
+
+
+def test_all_in_one_call():
+    waiting = {"sequence": 18, "for": "a message", "seconds": 3.25, "peer": 1, "step": 4}
+    dumps = [dump(0, WAITS, size=2, waiting=waiting), dump(1, WAITS, size=2)]
+    assert diagnose(dumps) == [
+        "communicator abcdefgh of 2: ranks 0-1 are in all_reduce #18 (float32, 4 MiB, ring); "
+        "rank 0 waits for a message of rank 1, step 4, since 3.2 s"
+    ]
+
+
+def test_the_dead():
+    error = {"kind": "peer_died", "message": "rank 2 (process 7) died", "time": 110.0, "peer": 2}
+    failed = [call(17), call(18, "failed")]
+    dumps = [dump(r, failed, state="broken", error=error) for r in (0, 1, 3)]
+    assert diagnose(dumps) == [
+        "communicator abcdefgh of 4: rank 2 died; ranks 0-1, 3 noticed in all_reduce #18 (float32, "
+        "4 MiB, ring); no dump of rank 2"
+    ]
+
+
+def test_a_mismatch_counts_until_the_next_call():
+    error = {"kind": "mismatch", "message": "the ranks disagree about call 5", "time": 110.0}
+    calls = [call(5, "failed")]
+    dumps = [dump(r, calls, size=2, error=error) for r in range(2)]
+    assert diagnose(dumps) == ["communicator abcdefgh of 2: the ranks disagree about call 5"]
+    dumps = [dump(r, [*calls, call(6)], size=2, error=error) for r in range(2)]
+    (one,) = judge(dumps)
+    assert not one.trouble
+    assert one.sentence.endswith(
+        "all ranks that are here have finished all_reduce #6 (float32, 4 MiB, ring); nobody waits"
+    )
+
+
+def test_a_receive_that_nobody_answers():
+    recv = call(1, "entered", collective="recv", peer=1, tag=3, bytes=24)
+    send = call(1, "entered", collective="send", peer=0, tag=4, bytes=24)
+    dumps = [
+        dump(0, [], size=2, transfers=[recv]),
+        dump(1, [], size=2, transfers=[send]),
+    ]
+    assert diagnose(dumps) == [
+        "communicator abcdefgh of 2: rank 0 is in recv from rank 1 with tag 3 (float32, 24 bytes) "
+        "since 12.3 s; rank 1 waits in no send with that tag"
+    ]
+
+
+def test_trouble_comes_first_and_the_newest_dump_of_a_rank_counts():
+    calm = [dump(r, [call(3)], size=8) for r in range(8)]
+    stuck = [{**dump(r, [call(1)], size=2), "name": "part"} for r in range(2)]
+    newer = {**dump(0, [call(1), call(2, "entered")], size=2, time=120.0), "name": "part"}
+    found = judge([*calm, *stuck, newer])
+    assert [(one.communicator, one.trouble) for one in found] == [
+        ("part", True),
+        ("abcdefgh12", False),
+    ]
+    assert "rank 0 waits in it since 20.0 s" in found[0].sentence
+
+
+# ---- real dumps, and the command ------------------------------------------------------------------
+
+
+def doctor(*arguments, **changes):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")} | changes
+    command = [sys.executable, "-m", "collectives", "doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+def test_the_command_reads_dumps(tmp_path):
+    def body(comm):
+        comm.all_reduce(np.ones(3))
+        if comm.rank == 0:
+            comm.all_reduce(np.ones(3), async_op=True)
+        comm.dump(tmp_path / f"{comm.rank}.json")
+        if comm.rank == 1:
+            comm.all_reduce(np.ones(3))
+
+    cc.run_threads(2, body, timeout=20)
+    files = sorted(tmp_path.glob("*.json"))
+    got = doctor(*files)
+    waits = "rank 1 has not entered all_reduce #2 (float64, 24 bytes, direct_one_shot)" in got.stdout
+    # Rank 0's thread may not have begun the call when it wrote its dump.
+    assert (got.returncode, waits) in [(1, True), (0, False)], got
+    as_json = json.loads(doctor("--json", *files).stdout)
+    assert as_json[0]["trouble"] == waits
+
+
+def test_files_that_are_no_dumps(tmp_path):
+    bad = tmp_path / "bad.json"
+    for text, words in (
+        ("{", "is no JSON"),
+        ('{"format": "other"}', "is no dump of a flight recorder"),
+        ('{"format": "collectives flight recorder", "version": 99}', "a dump of version 99"),
+    ):
+        bad.write_text(text)
+        with pytest.raises(cc.ConfigError, match=words):
+            read([bad])
+    with pytest.raises(cc.ConfigError, match="cannot be read: No such file"):
+        read([tmp_path / "missing.json"])
+    assert doctor(bad).returncode == 2
+
+
+def test_the_command_examines_this_machine():
+    got = doctor("--json")
+    found = [Finding(**one) for one in json.loads(got.stdout)]
+    assert got.returncode == int(any(f.level == "problem" for f in found)), got
+    topics = {f.topic for f in found}
+    assert {"segments", "/dev/shm", "leftovers", "pidfd", "sharing", "reading peers"} <= topics
+    assert {"namespaces", "open files", "locked memory", "processors", "MPI", "GPUs"} <= topics
+    assert all((f.level == "ok") == (f.cure == "") for f in found), found
+    # Ranks of this machine share memory, or no other test would pass.
+    assert {f.level for f in found if f.topic in ("segments", "pidfd", "sharing")} == {"ok"}
+
+
+def test_a_setting_that_is_not_understood():
+    got = doctor(COLLECTIVES_TIMEOUT="soon")
+    assert got.returncode == 1
+    assert "COLLECTIVES_TIMEOUT" in got.stdout
+
+
+# ---- single findings ------------------------------------------------------------------------------
+
+
+def levels(findings):
+    return {f.topic: f.level for f in findings}
+
+
+def test_leftovers_of_crashed_jobs(tmp_path):
+    old = time.time() - 1000
+    for name in ("vader_segment.1", "nccl-2", "sem.mine", "collectives-3", "psm2_shm.4"):
+        path = tmp_path / name
+        path.write_bytes(bytes(2 << 20))
+        os.utime(path, (old, old))
+    fresh = tmp_path / "nccl-fresh"
+    fresh.write_bytes(b"")
+    in_use = (tmp_path / "psm2_shm.4").open("rb")
+    place = Place(shm=tmp_path)
+    # The time of the last change cannot be set back: it decides that nothing here is old.
+    assert levels(system.leftovers(place)) == {"leftovers": "ok"}
+    system_old, system._OLD = system._OLD, -1.0
+    try:
+        (found,) = system.leftovers(place)
+    finally:
+        system._OLD = system_old
+        in_use.close()
+    assert found.level == "advice"
+    assert found.words.startswith("4 segments (6 MiB)")
+    assert "NCCL" in found.words
+    assert "Open MPI" in found.words
+    for name in ("vader_segment.1", "nccl-2", "collectives-3", "nccl-fresh"):
+        assert str(tmp_path / name) in found.cure
+    assert "psm2_shm.4" not in found.cure  # it is open
+    assert "sem.mine" not in found.cure  # not of a job
+
+
+def test_a_place_without_shared_memory(tmp_path):
+    found = {f.topic: f for f in system.shared_memory(Place(shm=tmp_path / "missing"))}
+    assert found["/dev/shm"].level == "advice"
+    assert "mount" in found["/dev/shm"].cure
+
+
+def test_quota_and_huge_pages(tmp_path):
+    (tmp_path / "fs/cgroup").mkdir(parents=True)
+    (tmp_path / "fs/cgroup/cpu.max").write_text("50000 100000\n")
+    folder = tmp_path / "kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    (folder / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    found = {f.topic: f for f in system.processors(Place(sys=tmp_path))}
+    assert "a quota of 0.5" in found["processors"].words
+    assert "shmem_enabled is never" in found["huge pages"].words
+
+
+@pytest.mark.parametrize(
+    ("library", "launcher", "level"),
+    [
+        ("Open MPI v5.0.8, package", "mpirun (Open MPI) 5.0.8", "ok"),
+        ("MPICH Version: 4.3", "HYDRA build details: Version: 4.3", "ok"),
+        ("Intel(R) MPI Library 2021.17", "Intel(R) MPI Library for Linux* HYDRA", "ok"),
+        ("Open MPI v5.0.8, package", "HYDRA build details: Version: 4.3", "problem"),
+        ("MPICH Version: 4.3", "mpirun (Open MPI) 5.0.8", "problem"),
+        ("", "mpirun (Open MPI) 5.0.8", "problem"),
+    ],
+)
+def test_launcher_and_library_of_mpi(library, launcher, level, monkeypatch):
+    monkeypatch.setattr(packages.shutil, "which", lambda name: f"/somewhere/{name}")
+    monkeypatch.setattr(packages, "_version", lambda name: "4" if name == "mpi4py" else "")
+    answers = {sys.executable: library, "/somewhere/mpirun": launcher}
+    (found,) = packages.mpi(lambda program, *rest: answers[program])
+    assert found.level == level, found
+
+
+def test_gpus_that_cannot_reach_each_other(monkeypatch):
+    class Driver:
+        def count(self):
+            return 3
+
+        def can_access(self, device, peer):
+            return {device, peer} != {0, 2}
+
+    def broken():
+        raise OSError("no driver")
+
+    monkeypatch.setattr(packages._core, "has_cuda", True)
+    (found,) = packages.gpus(Driver)
+    assert (found.level, "0 -> 2, 2 -> 0" in found.words) == ("problem", True)
+    (found,) = packages.gpus(broken)
+    assert (found.level, "no driver" in found.words) == ("advice", True)
+    monkeypatch.setattr(packages._core, "has_cuda", False)
+    assert levels(packages.gpus(broken)) == {"GPUs": "ok"}
+
+
+def test_how_findings_are_shown():
+    text = as_text([Finding("ok", "a", "fine"), Finding("problem", "b", "bad " * 40, "do this")])
+    lines = text.splitlines()
+    assert lines[0] == "ok       a                  fine"
+    assert all(len(line) <= 100 for line in lines)
+    assert lines[-3].strip() == "-> do this"
+    assert lines[-1] == "1 ok, 1 problem"

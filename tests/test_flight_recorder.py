@@ -1,0 +1,269 @@
+"""The flight recorder: what it keeps of calls, and how its dumps come about."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import launch
+import numpy as np
+import pytest
+from worlds import outcomes, wait_until
+
+import collectives as cc
+from collectives.doctor.merging import diagnose, read
+
+
+def ones(count=12, dtype=np.float32):
+    return np.ones(count, dtype)
+
+
+# ---- records ------------------------------------------------------------------------------------
+
+
+def test_what_a_record_says():
+    def body(comm):
+        began = time.time()
+        comm.all_reduce(ones(5000), "max", algorithm="ring", order="rank")
+        comm.broadcast(ones(3, np.float64), 1)
+        comm.barrier()
+        comm.all_gather(ones(7, np.uint8))
+        comm.all_reduce(ones(1), async_op=True).wait()
+        return began, comm.dump()
+
+    for rank, (began, dump) in enumerate(cc.run_threads(2, body, timeout=20)):
+        assert (dump["rank"], dump["size"], dump["transports"]) == (rank, 2, "threads")
+        assert (dump["state"], dump["timeout"]) == ("open", 20.0)
+        assert "error" not in dump
+        assert "waiting" not in dump
+        first, second, third, fourth, last = dump["calls"]
+        assert [c["sequence"] for c in dump["calls"]] == [1, 2, 3, 4, 5]
+        assert all(c["state"] == "done" for c in dump["calls"])
+        assert first["collective"] == "all_reduce"
+        assert (first["count"], first["bytes"], first["dtype"]) == (5000, 20000, "float32")
+        assert (first["op"], first["order"], first["algorithm"]) == ("max", "rank", "ring")
+        assert began - 1 < first["begin"] <= first["end"] < time.time() + 1
+        assert (second["collective"], second["root"], second["bytes"]) == ("broadcast", 1, 24)
+        assert "op" not in second
+        assert third["collective"] == "barrier"
+        assert "bytes" not in third
+        assert (fourth["collective"], fourth["bytes"]) == ("all_gather", 14)
+        # An asynchronous call runs on a thread of the communicator's own.
+        assert first["thread"] == fourth["thread"] != last["thread"]
+        begins = [c["begin"] for c in dump["calls"]]
+        assert begins == sorted(begins)
+
+
+def test_the_ring_keeps_the_last_calls():
+    def body(comm):
+        for _ in range(1000):
+            comm.all_reduce(ones(1))
+        return [c["sequence"] for c in comm.dump()["calls"]]
+
+    assert cc.run_threads(2, body, timeout=60) == [list(range(873, 1001))] * 2
+
+
+def test_sends_and_receives():
+    def body(comm):
+        if comm.rank == 0:
+            comm.send(ones(4), 1, tag=9)
+            work = comm.recv(ones(6, np.int32), 1, tag=3, async_op=True)
+            dumped.append(comm.dump())
+            posted.set()
+            work.wait()
+            return comm.dump()
+        comm.recv(ones(4), 0, tag=9)
+        wait_until(posted.is_set)
+        comm.send(ones(6, np.int32), 0, tag=3)
+        return comm.dump()
+
+    posted, dumped = threading.Event(), []
+    after, other = cc.run_threads(2, body, timeout=20)
+    sent, waiting = dumped[0]["transfers"]
+    assert (sent["collective"], sent["peer"], sent["tag"], sent["state"]) == ("send", 1, 9, "done")
+    assert (waiting["collective"], waiting["bytes"], waiting["state"]) == ("recv", 24, "entered")
+    assert [t["state"] for t in after["transfers"]] == ["done", "done"]
+    assert [t["collective"] for t in other["transfers"]] == ["recv", "send"]
+
+
+def test_a_dump_while_a_call_waits():
+    """From another thread, with what is waited for and since when."""
+
+    def body(comm):
+        if comm.rank == 0:
+            ends.append(comm)
+        comm.barrier()
+        if comm.rank == 1:
+            wait_until(lambda: "waiting" in ends[0].dump())
+            found = ends[0].dump()
+            comm.all_reduce(ones(9000))
+            return found
+        comm.all_reduce(ones(9000))
+        return comm.dump()
+
+    ends = []
+    after, found = cc.run_threads(2, body, timeout=20)
+    assert found["calls"][-1]["state"] == "entered"
+    assert "end" not in found["calls"][-1]
+    assert (found["waiting"]["peer"], found["waiting"]["sequence"]) == (1, 2)
+    assert found["waiting"]["seconds"] >= 0
+    assert "waiting" not in after
+    assert after["calls"][-1]["state"] == "done"
+
+
+def test_errors_are_kept():
+    def body(comm):
+        with pytest.raises(cc.MismatchError):
+            comm.all_reduce(ones(3 + comm.rank))
+        mismatch = comm.dump()
+        comm.barrier()
+        if comm.rank == 1:
+            comm.close()
+            return mismatch, comm.dump()
+        with pytest.raises(cc.ClosedError) as raised:
+            comm.barrier()
+        assert raised.value.peer == 1
+        return mismatch, comm.dump()
+
+    (mismatch, after), (_, closed) = cc.run_threads(2, body, timeout=20)
+    assert mismatch["error"]["kind"] == "mismatch"
+    assert mismatch["calls"][-1]["state"] == "failed"
+    assert mismatch["state"] == "open"
+    assert (after["state"], after["error"]["kind"], after["error"]["peer"]) == ("broken", "closed", 1)
+    assert closed["state"] == "closed"
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_a_dump_as_a_file(tmp_path):
+    def body(comm):
+        comm.all_reduce(ones())
+        path = tmp_path / f"{comm.rank}.json"
+        found = comm.dump(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        whole = json.loads(path.read_text())
+        assert whole["communicators"] == [found]
+        assert (whole["format"], whole["version"]) == ("collectives flight recorder", 1)
+        assert whole["pid"] == os.getpid()
+        return path
+
+    dumps = read(cc.run_threads(3, body, timeout=20))
+    assert [d["rank"] for d in dumps] == [0, 1, 2]
+    assert len({d["name"] for d in dumps}) == 1
+
+
+def test_the_directory_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLLECTIVES_DUMP", str(tmp_path / "missing"))
+    with pytest.raises(cc.ConfigError, match="COLLECTIVES_DUMP .*missing.* is no directory"):
+        cc.init("solo")
+
+
+def test_a_signal_makes_stuck_ranks_dump(tmp_path):
+    """They wait in the core, or sleep in Python; the handler needs neither."""
+    env = {"COLLECTIVES_DUMP": str(tmp_path)}
+    got = launch.run(3, "recording.py", "stuck", env=env, timeout=60).expect(status=0)
+    assert got.output.count("ended well") == 3, got
+    files = sorted(tmp_path.glob("collectives-*.json"))
+    assert len(files) == 3
+    assert all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
+    assert not list(tmp_path.glob("*.part"))
+    (sentence,) = diagnose(read(files))
+    assert re.search(
+        r"rank 1 has not entered all_reduce #7 \(float32, 4 MiB, max, \w+\) "
+        r"\(rank 1 finished all_gather #6 \d+\.\d s ago\); ranks 0, 2 wait in it since \d+\.\d s",
+        sentence,
+    ), sentence
+
+
+def test_a_handler_of_the_program_stays(tmp_path):
+    env = {"COLLECTIVES_DUMP": str(tmp_path)}
+    got = launch.run(2, "recording.py", "handler", env=env, timeout=60).expect(status=0)
+    assert got.output.count("ended well") == 2, got
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_dump_by_themselves(tmp_path):
+    env = {"COLLECTIVES_DUMP": str(tmp_path)}
+    launch.run(3, "recording.py", "error", env=env, timeout=60).expect(status=0)
+    files = sorted(tmp_path.glob("collectives-*.json"))
+    assert len(files) == 3
+    assert all(json.loads(f.read_text())["reason"].startswith("mismatch: ") for f in files)
+    (sentence,) = diagnose(read(files))
+    assert "the ranks disagree about call 1" in sentence
+    assert "rank 1: all_reduce(count=4" in sentence
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path):
+    """The default action of SIGUSR1 ends a process; without COLLECTIVES_DUMP it still does."""
+    program = (
+        "import collectives as cc, os, signal\n"
+        "comm = cc.init('solo'); comm.barrier()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    got = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, timeout=60)
+    assert got.returncode == -signal.SIGUSR1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dump_on_signal_when_asked(tmp_path):
+    """In a process that computes in Python, and in one that forked off it."""
+    program = (
+        "import collectives as cc, os, signal, sys, time, pathlib\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "cc.dump_on_signal(signal.SIGUSR2, folder)\n"
+        "comm = cc.init('solo'); comm.barrier()\n"
+        "child = os.fork()\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"  # the child's thread is the parent's: no dump
+        "end = time.monotonic() + 20\n"
+        "while not list(folder.glob('*.json')) and time.monotonic() < end: pass\n"
+        "if child: os.waitpid(child, 0)\n"
+    )
+    got = subprocess.run([sys.executable, "-W", "ignore", "-c", program, tmp_path], timeout=60)
+    assert got.returncode == 0
+    (file,) = tmp_path.glob("*.json")
+    (dump,) = read([file])
+    assert dump["calls"][0]["collective"] == "barrier"
+
+
+# ---- whoever reads while it is written ----------------------------------------------------------
+
+
+def test_dumps_beside_a_running_program_are_whole():
+    """A record that is being written is left out, never read by halves."""
+
+    def body(comm):
+        if comm.rank == 0:
+            ends.append(comm)
+        count = 0
+        while True:
+            comm.all_reduce(ones(3), "max")
+            comm.all_reduce(ones(7, np.float64))
+            count += 1
+            if comm.all_reduce(np.array([int(stop.is_set())]), "max")[0]:
+                return count
+
+    def look():
+        wait_until(lambda: bool(ends))
+        for _ in range(200):
+            for call in ends[0].dump()["calls"]:
+                known = {(12, "float32", "max"), (56, "float64", "sum"), (8, "int64", "max")}
+                if (call["bytes"], call["dtype"], call["op"]) not in known:
+                    wrong.append(call)
+        stop.set()
+
+    ends, wrong, stop = [], [], threading.Event()
+    reader = threading.Thread(target=look)
+    reader.start()
+    counts = outcomes(2, body)
+    reader.join(20)
+    assert wrong == []
+    assert counts[0] == counts[1] >= 1
