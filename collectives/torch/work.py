@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.futures
 
 from ..errors import DeadlineError
-from .lanes import Callback, mix
+from .lanes import Callback, Job, mix
 
 if TYPE_CHECKING:
     from .. import _core
@@ -34,8 +34,26 @@ class Owner(Protocol):
     """What a work needs of its process group."""
 
     completer: Completer
+    callback_completer: Completer
 
     def release(self) -> None: ...
+
+
+class Gathered(list[Any]):
+    """The outputs of an all_gather into lists of tensors."""
+
+    def for_future(self) -> list[Any]:
+        """As NCCL's futures have it, and torch's quantisation hooks need it: one tensor for each
+        list, whose first axis is the rank. Lists of unequal tensors stay as they are.
+        """
+        return [
+            torch.stack(list(tensors)) if len({t.shape for t in tensors}) == 1 else tensors
+            for tensors in self
+        ]
+
+
+def _for_future(outputs: Any) -> Any:
+    return outputs.for_future() if isinstance(outputs, Gathered) else outputs
 
 
 class Future(torch.futures.Future):
@@ -99,7 +117,7 @@ class CompletedWork(dist.Work):
     def get_future(self) -> Future:
         if self._future is None:
             self._future = Future(0, self._devices)
-            self._future.set_result(self._outputs)
+            self._future.set_result(_for_future(self._outputs))
         return self._future
 
     def is_completed(self) -> bool:
@@ -206,7 +224,12 @@ class PendingWork(dist.Work):
     # ---- how it ends
 
     def _watch(self) -> None:
-        self._group.completer.watch(self)
+        """Sees to it that a thread completes the future, of a call that goes on."""
+        group, handles = self._group, self._handles
+        if handles and isinstance(handles[0], Job):
+            handles[0].when_ended(lambda: group.callback_completer.watch(self))
+        else:
+            group.completer.watch(self)
 
     def settle(self, seconds: float | None) -> bool:
         """Waits, and finishes what has ended; False if something has not."""
@@ -236,7 +259,7 @@ class PendingWork(dist.Work):
         if self._error is not None:
             self._future.set_exception(failed_future(self._error))
         else:
-            self._future.set_result(self._outputs)
+            self._future.set_result(_for_future(self._outputs))
 
 
 class TransferHandle:

@@ -294,7 +294,10 @@ def works() -> None:
     assert work.get_future() is future
     assert future.then(lambda f: f.value()[0][0].item() * 2).wait() == 2 * n()
     lists = dist.all_gather([torch.empty(1) for _ in range(n())], torch.ones(1), async_op=True)
-    assert len(lists.get_future().wait()[0]) == n()
+    assert lists.get_future().wait()[0].shape == (n(), 1)
+    several = [torch.empty(r + 1) for r in range(n())]
+    lists = dist.all_gather(several, torch.ones(me() + 1), async_op=True)
+    assert [len(x) for x in lists.get_future().wait()[0]] == list(range(1, n() + 1))
     late = dist.barrier(async_op=True)
     late.wait()
     try:

@@ -1,0 +1,123 @@
+"""torch.distributed on this runtime. Ranks are processes; see fork_ranks.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+
+HERE = Path(__file__).resolve().parent
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+# torch warns of parts of its own that it still uses; the workers say which of their warnings count.
+QUIET = {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
+
+
+def ranks(n: int, worker: str, *arguments: object, timeout: float = 110) -> launch.Result:
+    return launch.run(
+        n, HERE / "workers" / worker, *arguments, launcher="fork", env=QUIET, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_call(n: int) -> None:
+    if n == 1:
+        result = ranks(1, "calls.py", "all_reduce_of_every_dtype", "all_reduce_with_every_op",
+                       "gathers", "reduce_scatters", "objects", "sparse", "works")  # fmt: skip
+    else:
+        result = ranks(n, "calls.py")
+    assert "all checks passed" in result.expect(status=0).output
+
+
+def test_training() -> None:
+    assert "all checks passed" in ranks(2, "training.py").expect(status=0).output
+
+
+def test_calls_out_of_callbacks() -> None:
+    assert "all checks passed" in ranks(3, "callbacks.py").expect(status=0).output
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "part", ["disagreement", "wrong_arguments", "lateness", "abort", "leaving", "again"]
+)
+def test_faults(part: str) -> None:
+    ranks(3, "faults.py", part).expect(status=0)
+
+
+@pytest.mark.faults
+def test_a_rank_dies() -> None:
+    result = ranks(3, "faults.py", "death").expect(status=1)
+    assert "rank 0 saw it" in result.output and "rank 1 saw it" in result.output
+    assert "rank 2 ended with status -9" in result.output
+    assert "rank 0 ended with" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "n"), [("torchrun", 2), pytest.param("openmpi", 2, marks=pytest.mark.mpi),
+                        pytest.param("mpich", 2, marks=pytest.mark.mpi)]
+)  # fmt: skip
+def test_launchers(launcher: str, n: int) -> None:
+    """A script that knows nothing of this project."""
+    result = launch.run(
+        n, HERE / "workers" / "unmodified.py", launcher=launcher, env=QUIET, timeout=110
+    ).expect(status=0)
+    assert result.output.count(f"the sum of {n} ranks") == n
+
+
+def test_debug_detail() -> None:
+    result = launch.run(
+        2,
+        HERE / "workers" / "calls.py",
+        "gathers",
+        "works",
+        launcher="fork",
+        env=QUIET | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        timeout=110,
+    )
+    assert "all checks passed" in result.expect(status=0).output
+
+
+def test_import_of_torch_loads_no_core() -> None:
+    """Who has the package installed pays for it only where it is used."""
+    code = (
+        "import sys, torch, torch.distributed as d\n"
+        "assert 'COLLECTIVES' in d.Backend._plugins, d.Backend._plugins\n"
+        "print([m for m in sys.modules if m.startswith('collectives.torch')])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=110
+    )
+    assert said.returncode == 0, said.stderr
+    assert "group" not in said.stdout
+
+
+SUBSET = (
+    "test_(broadcast|reduce_sum|all_reduce_(sum|product|full_group_sum|complex)"
+    "|gather|scatter|all_gather|all_to_all_single_unequal_split|send_recv(_any_source|_with_tag)?"
+    "|isend|barrier|ddp_hook_pickling_powerSGD|DistributedDataParallelCPU|accumulate_gradients_no_sync"
+    "|new_group_local_sync|sparse_all_reduce_sum|ddp_uneven_inputs_stop_iteration_sync_bn)$"
+)
+
+
+def test_a_part_of_torchs_suite(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest", reason="torch's suite needs expecttest")
+    outcomes = tmp_path / "outcomes.json"
+    run = subprocess.run(
+        [sys.executable, str(HERE / "suite.py"), "--backends", "collectives", "--cases", SUBSET,
+         "--seconds", "60", "--json", str(outcomes), "--log", str(tmp_path)],
+        capture_output=True, text=True, timeout=115,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads(outcomes.read_text())["collectives"]
+    passed = [case for case, said in results.items() if said["outcome"] == "passed"]
+    assert len(passed) >= 15, run.stdout

@@ -1,0 +1,107 @@
+"""Calls out of callbacks of futures, which run at other times and in another order on each rank."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import check, run_all, same
+
+
+def start_call(value: float) -> Any:
+    return dist.all_reduce(torch.full((50,), value), async_op=True).get_future()
+
+
+@check
+def chains_of_callbacks_that_wait() -> None:
+    """Each chain makes three calls and waits for each, while the program goes on with others."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    chances = random.Random(rank)
+    threads: list[str] = []
+
+    def next_call(future: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        time.sleep(chances.random() * 0.003)
+        return start_call(future.value()[0][0].item()).wait()
+
+    ends = []
+    for i in range(24):
+        future = start_call(float(i))
+        if chances.random() < 0.5:
+            time.sleep(chances.random() * 0.004)  # on some ranks the call is over by now
+        ends.append(future.then(next_call).then(next_call))
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        same(x, [float(n)] * 3)
+    for i, end in enumerate(ends):
+        same(end.wait()[0], torch.full((50,), float(i) * n**3))
+    assert len(threads) == 48
+
+
+@check
+def callbacks_in_another_order_than_calls() -> None:
+    """What comes first on one rank comes last on another; a callback waits for all of them."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    calls = [start_call(float(i)) for i in range(6)]
+    order = list(range(6)) if rank % 2 else list(range(5, -1, -1))
+    ends: dict[int, Any] = {}
+    for i in order:
+        if rank == 0:
+            calls[i].wait()
+        ends[i] = calls[i].then(lambda f: start_call(f.value()[0][0].item() + 1).wait()[0])
+    for i in range(6):
+        same(ends[i].wait(), torch.full((50,), float((i * n + 1) * n)))
+
+
+@check
+def a_callback_makes_several_calls_of_several_kinds() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def several(future: Any) -> Any:
+        gathered = [torch.empty(1) for _ in range(n)]
+        first = dist.all_gather(gathered, torch.tensor([float(rank)]), async_op=True)
+        total = torch.ones(2)
+        dist.all_reduce(total)  # this one waits by itself
+        dist.broadcast(total, src=1)
+        first.wait()
+        return torch.cat(gathered), total
+
+    for end in [start_call(1.0).then(several) for _ in range(8)]:
+        gathered, total = end.wait()
+        same(gathered, torch.arange(float(n)))
+        same(total, [float(n)] * 2)
+
+
+@check
+def callbacks_on_two_groups() -> None:
+    n = dist.get_world_size()
+    other = dist.new_group()
+
+    def on_the_other(future: Any) -> Any:
+        x = torch.ones(4)
+        dist.all_reduce(x, group=other)
+        return x
+
+    ends = []
+    for _ in range(10):
+        ends.append(start_call(1.0).then(on_the_other))
+        future = dist.all_reduce(torch.ones(4), group=other, async_op=True).get_future()
+        ends.append(future.then(lambda f: start_call(2.0).wait()[0][:4] / 2))
+    for end in ends:
+        same(end.wait(), [float(n)] * 4)
+
+
+@check
+def futures_of_several_calls() -> None:
+    n = dist.get_world_size()
+    both = torch.futures.collect_all([start_call(1.0), start_call(2.0)])
+    first, second = (f.value()[0] for f in both.wait())
+    same(first + second, torch.full((50,), 3.0 * n))
+
+
+if __name__ == "__main__":
+    run_all()

@@ -1,0 +1,156 @@
+"""What goes wrong is an error on every rank, and in works and futures. The argument names a part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from common import start
+
+import collectives as cc
+
+
+def raises(kind: type[Exception], do: Callable[[], object], *words: str) -> None:
+    try:
+        do()
+    except kind as error:
+        for word in words:
+            assert word in str(error), (word, str(error))
+    else:
+        raise AssertionError(f"{kind.__name__} was expected")
+
+
+def disagreement() -> None:
+    """Both sides are told; the group stays usable."""
+    rank, size = start()
+    count = 4 if rank else 5
+    raises(cc.MismatchError, lambda: dist.all_reduce(torch.ones(count)), "4", "5")
+    work = dist.all_reduce(torch.ones(count), async_op=True)
+    raises(cc.MismatchError, work.wait, "4", "5")
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), cc.MismatchError)
+    raises(RuntimeError, work.get_future().wait, "4", "5")
+    chained = dist.all_reduce(torch.ones(count), async_op=True).get_future().then(
+        lambda f: f.value()
+    )  # fmt: skip
+    raises(RuntimeError, chained.wait, "4", "5")
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    assert x[0] == size
+    # Out of callbacks too.
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    end = future.then(lambda f: dist.all_reduce(torch.ones(count)))
+    raises(RuntimeError, end.wait, "4", "5")
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.then(lambda f: dist.all_reduce(x)).wait()
+    assert x[0] == size * size
+
+
+def wrong_arguments() -> None:
+    rank, size = start()
+    out = torch.empty(3)
+    raises(ValueError, lambda: dist.group.WORLD.all_gather_single(out, torch.ones(4)), "3", "12")
+    raises(ValueError, lambda: dist.group.WORLD.reduce_scatter_single(out, torch.ones(4)), "4", "9")
+    raises(ValueError, lambda: dist.group.WORLD.send([out], size, 0), "out of range")
+    odd = torch.ones(3).to(torch.float8_e8m0fnu)
+    raises(TypeError, lambda: dist.all_reduce(odd), "float8_e8m0fnu")
+    raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2, 2).to_sparse_csr()), "CSR")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x[0] == size
+
+
+def lateness() -> None:
+    """A wait ends at the timeout of torch, whichever it is."""
+    rank, _ = start(seconds=60)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        began = time.monotonic()
+        raises(cc.DeadlineError, lambda: work.wait(timedelta(seconds=0.3)), "0.3 s")
+        assert 0.3 <= time.monotonic() - began < 20
+        assert not work.is_completed()
+        dist.monitored_barrier()
+        work.wait()
+    else:
+        dist.monitored_barrier()
+        dist.all_reduce(torch.ones(1))
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        raises(cc.DeadlineError, lambda: dist.barrier(group=short), "gave up after 1.")
+    dist.barrier()
+    changed = dist.new_group()
+    changed.set_timeout(timedelta(seconds=1))
+    if rank == 0:
+        raises(cc.DeadlineError, lambda: dist.barrier(group=changed), "gave up after 1.")
+        raises(cc.AbortedError, lambda: dist.barrier(group=changed))
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        limit = timedelta(seconds=0.5)
+        raises(cc.DeadlineError, lambda: dist.group.WORLD.barrier(timeout=limit).wait(limit))
+        store.set("done", b"")
+    else:
+        store.wait(["done"])
+
+
+def abort() -> None:
+    rank, _ = start()
+    group = dist.new_group()
+    if rank == 1:
+        dist.barrier()
+        group.abort()
+    else:
+        pending = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        dist.barrier()
+        raises(cc.AbortedError, pending.wait, "aborted")
+    raises(cc.AbortedError, lambda: dist.barrier(group=group), "aborted")
+    x = torch.ones(1)
+    dist.all_reduce(x)  # other groups work on
+    assert x[0] == dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def death() -> None:
+    """A rank is killed: the others raise, in calls, in works and in callbacks."""
+    rank, size = start()
+    dist.barrier()
+    if rank == size - 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    raises(cc.PeerDiedError, work.wait, f"rank {size - 1}")
+    raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
+    raises(RuntimeError, work.get_future().wait)
+    print(f"rank {rank} saw it", flush=True)
+
+
+def leaving() -> None:
+    """A program may end without destroying its groups, also while a call is under way."""
+    rank, _ = start()
+    dist.barrier()
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.then(lambda f: f.value()).wait()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True).get_future()
+
+
+def again() -> None:
+    """Groups of the same names, on the same store."""
+    for _ in range(3):
+        start()
+        dist.all_reduce(torch.ones(1))
+        half = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            dist.barrier(group=half)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
