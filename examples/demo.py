@@ -6,6 +6,8 @@
    MPI: a table and a picture each. Every result is verified before it is timed. The MPI part is
    left out where there is no mpirun or no mpi4py.
 2. Trains a classifier of handwritten digits on --ranks ranks, and compares it with one process.
+3. Trains it on 1, 2 and --ranks ranks under every stage of sharding, ZeRO-0 to ZeRO-3, and compares
+   the stages bit for bit.
 
 Exits with the status of the first part that fails.
 """
@@ -68,6 +70,11 @@ def main() -> None:
 
     launcher = [python, "-m", "collectives", "run", "-n", str(args.ranks)]
     run(f"handwritten digits on {args.ranks} ranks", [*launcher, str(HERE / "digits.py")])
+
+    for ranks in sorted({1, 2, args.ranks}):
+        launcher = [python, "-m", "collectives", "run", "-n", str(ranks)]
+        title = f"the same under every stage of sharding, on {ranks} rank{'s'[: ranks - 1]}"
+        run(title, [*launcher, str(HERE / "digits_zero.py")])
 
     print(f"\n=== done in {time.monotonic() - start:.0f} s; the pictures:\n")
     print("\n".join(f"  {picture.resolve()}" for picture in pictures))

@@ -56,3 +56,8 @@ def part_of(batch, rank, ranks):
 
 def bits(arrays):
     return {name: np.ascontiguousarray(x).tobytes() for name, x in arrays.items()}
+
+
+def part_of_tensors(batch, rank, ranks):
+    """The same for tensors of torch."""
+    return tuple(t.tensor_split(ranks)[rank] for t in batch)

@@ -41,6 +41,7 @@ class ModuleModel(Model):
         self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
         self._names = {id(p): n for n, p in self._tensors.items()}
         self._ready: Ready | None = None
+        self._done: set[str] = set()  # whose gradient has arrived in this pass
         self._dtype: torch.dtype | None = None
         self._flat: dict[int, torch.Tensor] = {}  # bucket -> its memory under stage 3
         self._gatherer: Gatherer | None = None
@@ -97,6 +98,7 @@ class ModuleModel(Model):
 
     def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
         self._ready = ready
+        self._done.clear()
         if self._dtype is not None:
             batch = _cast(batch, self._dtype)
         loss = self._loss(self._module, batch)
@@ -107,6 +109,7 @@ class ModuleModel(Model):
         grad, parameter.grad = parameter.grad, None
         assert self._ready is not None and grad is not None
         self._ready(name, grad if grad.is_contiguous() else grad.contiguous())
+        self._done.add(name)
         if self._gatherer is not None:
             index = self._bucket(name)
             self._gatherer.pins.get(index, set()).discard(name)
@@ -138,13 +141,18 @@ class ModuleModel(Model):
         for index in dict.fromkeys(map(self._bucket, names)):
             gatherer.pins[index].discard(id(module))
         for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, names))
+            # What comes next may write in place into a view: then autograd goes past the view's
+            # node and straight to that of its base.
+            base = tensor._base if tensor._is_view() else None
+            for node in {tensor.grad_fn, None if base is None else base.grad_fn} - {None}:
+                node.register_prehook(partial(self._before_backward, names))
 
-    def _before_backward(self, names: list[str], grad: torch.Tensor) -> None:
+    def _before_backward(self, names: list[str], grads: Any) -> None:
         gatherer = self._gatherer
         assert gatherer is not None
         for name in names:
+            if name in self._done:
+                continue
             index = self._bucket(name)
             gatherer.pins.setdefault(index, set()).add(name)  # until its gradient has arrived
             gatherer.need(index)

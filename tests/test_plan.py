@@ -1,0 +1,105 @@
+"""The planner: the figures that are well known, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from collectives.cli import main
+from collectives.train import Adam, Trainer
+from collectives.train.plan import Job, plan
+
+
+def told(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_seven_billion_parameters(capsys):
+    """Rajbhandari et al., section 3.1 and figure 1: 16 bytes a parameter with Adam."""
+    text = told(capsys, "--params", "7e9", "--ranks", "8")
+    assert "16 bytes a parameter, 112 GB unsharded" in text
+    assert "ZeRO-0  16 P = 112 GB" in text
+    assert "ZeRO-1  4 P + 12 P / 8 = 28 + 84/8 = 38.5 GB" in text
+    assert "ZeRO-2  2 P + 14 P / 8 = 14 + 98/8 = 26.25 GB" in text
+    assert "ZeRO-3  16 P / 8 = 112/8 = 14 GB" in text
+    assert "ZeRO-0  2(N-1)/N x 14 GB gradients = 24.5 GB" in text
+    assert "(N-1)/N x 14 GB gradients + 2 x (N-1)/N x 14 GB parameters = 36.75 GB" in text
+
+
+def test_the_figures_of_the_paper():
+    """Figure 1: 7.5 B parameters on 64 ranks, GB: 120, 31.4, 16.6, 1.9."""
+    memory = [s.memory / 1e9 for s in plan(Job(7.5e9, 64))]
+    assert memory == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+def test_hybrid_and_batch(capsys):
+    arguments = "--params 1e9 --ranks 16 --node 4 --hybrid --micro 2 --accumulate 3 --tokens 10"
+    text = told(capsys, *arguments.split())
+    assert "global batch 96 samples = 2 (micro) x 16 (ranks) x 3 (accumulation), 960 tokens" in text
+    assert "ZeRO-3  16 P / 4 = 16/4 = 4 GB" in text
+    assert "6 x (4-1)/4 x 2 GB parameters" in text
+
+
+def test_time_and_efficiency():
+    """One rank has nothing to send; without overlap all of the traffic shows."""
+    job = {"params": 1e9, "tokens": 1000, "flops": 1e14, "latency": 1e-12}
+    compute = 6 * 1e9 * 1000 / 1e14
+    for stage in plan(Job(ranks=1, **job)):
+        assert (stage.seconds, stage.efficiency) == (pytest.approx(compute), 1.0)
+    bare, *_ = plan(Job(ranks=2, bandwidth=1e11, overlap=0, **job))
+    assert bare.seconds == pytest.approx(compute + 2e9 / 1e11)
+    hidden, first, _, third = plan(Job(ranks=2, bandwidth=1e11, **job))
+    assert hidden.seconds == pytest.approx(compute)
+    assert first.seconds == pytest.approx(compute + 1e9 / 1e11)  # the gather after the step
+    assert third.seconds == pytest.approx(compute)
+    again, *_ = plan(Job(ranks=1, checkpoint=True, **job))
+    assert again.seconds == pytest.approx(compute * 4 / 3)
+
+
+def test_a_trainer_holds_what_is_planned():
+    """float32 with Adam, on 4 ranks."""
+
+    def body(comm):
+        params = {f"w{i}": np.zeros(4096, np.float32) for i in range(8)}
+        return [
+            sum(Trainer(print, Adam(lr=1), comm, params=params, sharding=s).nbytes().values())
+            for s in range(4)
+        ]
+
+    planned = [s.memory for s in plan(Job(8 * 4096, 4, precision="float32"))]
+    assert cc.run_threads(4, body, timeout=30) == [planned] * 4
+
+
+def test_files(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    png, figures = tmp_path / "plan.png", tmp_path / "plan.json"
+    arguments = f"--params 3e8 --ranks 2 --tokens 4096 --flops 3e14 --png {png} --json {figures}"
+    text = told(capsys, *arguments.split())
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+    stages = json.loads(figures.read_text())["stages"]
+    assert [s["stage"] for s in stages] == [0, 1, 2, 3]
+    assert re.search(r"ZeRO-0 .* 100.0%", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--params 0 --ranks 2", "no positive number"),
+        ("--params 1e9 --ranks 6 --node 4", "6 ranks are no whole nodes of 4"),
+        ("--params 1e9 --ranks 6 --hybrid", "--hybrid needs --node"),
+        ("--params 1e9 --ranks 2 --optimizer adma", "did you mean 'adam'"),
+        ("--params 1e9 --ranks 2 --overlap 2", "no share between 0 and 1"),
+    ],
+)
+def test_what_is_refused(arguments, words, capsys):
+    try:
+        status = main(["plan", *arguments.split()])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert words in capsys.readouterr().err

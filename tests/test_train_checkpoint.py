@@ -1,0 +1,467 @@
+"""Checkpoints, the sampler and schedules: what lets a run go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+from worlds import outcomes
+
+import collectives as cc
+from collectives.train import (
+    LAMB,
+    SGD,
+    AdamW,
+    Constant,
+    Cosine,
+    LossScale,
+    Sampler,
+    Steps,
+    Trainer,
+    WarmUp,
+    scaled_lr,
+)
+
+NODES = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1], 5: [0, 0, 1, 1, 1]}
+X, Y = models.data(100)
+
+
+@pytest.fixture(autouse=True)
+def needs_safetensors():
+    pytest.importorskip("safetensors")
+
+
+def make(comm, mode=(0, None), **more):
+    settings = {"params": models.parameters(), "bucket_bytes": 6000, "first_bucket_bytes": 1000}
+    settings |= {"clip_norm": 0.5, "accumulate": 2} | more
+    function = settings.pop("function", noisy)
+    optimizer = settings.pop("optimizer", AdamW(lr=1e-2))
+    stage, group = mode
+    return Trainer(function, optimizer, comm, sharding=stage, shard_group=group, **settings)
+
+
+noise = {}  # rank -> the generator of its trainer
+
+
+def noisy(params, batch, emit):
+    """With noise on the data, so that random states count."""
+    x, y, rank = batch
+    x = x + noise[rank[0]].normal(0, 0.1, x.shape).astype(x.dtype)
+    return models.loss_and_grads(params, (x, y), emit)
+
+
+def run(trainer, sampler, steps):
+    noise[trainer.comm.rank] = trainer.random
+    losses = []
+    while len(losses) < steps:
+        for i in sampler:
+            rank = None if i is None else np.full(len(i), trainer.comm.rank)
+            batch = None if i is None else (X[i], Y[i], rank)
+            losses.append(trainer.step(batch).loss)
+            if len(losses) == steps:
+                break
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ((0, None), {}),
+        ((1, None), {"optimizer": LAMB(lr=0.01), "schedule": WarmUp(4, Cosine(20))}),
+        ((2, None), {"precision": "bf16"}),
+        ((3, None), {"precision": "fp16", "loss_scale": LossScale(2.0**22, interval=4)}),
+        ((3, "node"), {"optimizer": SGD(lr=0.1, momentum=0.9)}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_equals_an_unbroken_one(mode, more, tmp_path):
+    """Bit for bit, from the middle of an epoch (7 steps of 9 samples), in the same or a new
+    trainer."""
+
+    def unbroken(comm):
+        trainer = make(comm, mode, **more)
+        sampler = Sampler(60, comm, micro=1 + (comm.size < 4), accumulate=2, seed=1)
+        run(trainer, sampler, 7)
+        trainer.save(tmp_path / "run", sampler=sampler)
+        return run(trainer, sampler, 6), models.bits(trainer.parameters()), trainer.last.scale
+
+    def resumed(comm):
+        trainer = make(comm, mode, params=models.parameters(seed=9), **more)
+        sampler = Sampler(60, comm, micro=1 + (comm.size < 4), accumulate=2, seed=1)
+        trainer.load(tmp_path / "run", sampler=sampler)
+        return run(trainer, sampler, 6), models.bits(trainer.parameters()), trainer.last.scale
+
+    n = 3
+    wanted = cc.run_threads(n, unbroken, nodes=NODES[n], timeout=60)
+    assert cc.run_threads(n, resumed, nodes=NODES[n], timeout=60) == wanted
+
+
+def test_from_any_world_and_stage_to_any_other(tmp_path):
+    """State moves without a change: parameters and moments are what they were, everywhere."""
+
+    def save(comm, mode, path):
+        trainer = make(comm, mode, function=models.loss_and_grads, accumulate=1)
+        for step in range(3):
+            low = 20 * step
+            trainer.step(
+                models.part_of((X[low : low + 20], Y[low : low + 20]), comm.rank, comm.size)
+            )
+        trainer.save(path)
+        return [models.bits(trainer.whole(key)) for key in ("master", "first", "second")]
+
+    def load(comm, mode, path):
+        trainer = make(comm, mode, function=models.loss_and_grads, accumulate=1)
+        trainer.load(path)
+        got = [models.bits(trainer.whole(key)) for key in ("master", "first", "second")]
+        with trainer.gathered() as whole:
+            used = models.bits(whole)
+        trainer.step(models.part_of((X, Y), comm.rank, comm.size))  # and it can go on
+        return got, used, trainer.updates
+
+    worlds = [(1, (0, None)), (2, (3, None)), (3, (1, None)), (4, (2, "node")), (5, (3, "node"))]
+    for i, (n, mode) in enumerate(worlds):
+        path = tmp_path / str(i)
+        wanted = cc.run_threads(n, save, mode, path, nodes=NODES[n], timeout=60)[0]
+        m, other = worlds[(i + 2) % len(worlds)]
+        for got, used, updates in cc.run_threads(m, load, other, path, nodes=NODES[m], timeout=60):
+            assert got == wanted, (n, mode, m, other)
+            assert used == wanted[0]
+            assert updates == 4
+
+
+@pytest.mark.torch
+def test_torch_buffers_and_random_state(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    def make_net(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5),
+            torch.nn.Linear(8, 1),
+        )  # fmt: skip
+
+    def loss(net, batch):
+        return net(batch).square().mean()
+
+    def trainer_of(seed):
+        return Trainer(make_net(seed), AdamW(lr=0.1), solo, loss=loss)
+
+    batch = torch.from_numpy(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
+    with cc.init("solo") as solo:
+        trainer = trainer_of(0)
+        for _ in range(3):
+            trainer.step(batch)
+        trainer.save(tmp_path)
+        wanted = [trainer.step(batch).loss for _ in range(3)]
+        state = {k: v.clone() for k, v in trainer._model.whole().state_dict().items()}
+        other = trainer_of(1)
+        other.load(tmp_path)
+        assert [other.step(batch).loss for _ in range(3)] == wanted
+        for key, value in other._model.whole().state_dict().items():
+            assert torch.equal(value, state[key]), key
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    pytest.importorskip("safetensors")
+    path = tmp_path_factory.mktemp("checkpoint") / "run"
+
+    def body(comm):
+        trainer = make(comm, (2, None), function=models.loss_and_grads, accumulate=1)
+        trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+        trainer.save(path)
+
+    cc.run_threads(2, body, timeout=60)
+    return path
+
+
+def edit_index(path, change):
+    index = json.loads((path / "checkpoint.json").read_text())
+    change(index)
+    (path / "checkpoint.json").write_text(json.dumps(index))
+
+
+def shard_file(path, rank=1):
+    return next(path.glob(f"generation-*/rank-{rank}.safetensors"))
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def rename(old, new):
+    def change(index):
+        index["entries"] = {k.replace(old, new): v for k, v in index["entries"].items()}
+
+    return change
+
+
+def drop(name):
+    def change(index):
+        index["entries"] = {k: v for k, v in index["entries"].items() if f"{name}@" not in k}
+
+    return change
+
+
+DAMAGE = {
+    "flipped": (lambda p: flip(shard_file(p)), r"'.*/\w+@\d+' in .*rank-1.*another checksum"),
+    "cut short": (lambda p: cut_short(shard_file(p)), r"which holds '\w+/\w+@\d+', is cut short"),
+    "file gone": (lambda p: shard_file(p, 0).unlink(), r"which holds '\w+/\w+@\d+', is missing"),
+    "no index": (lambda p: (p / "checkpoint.json").unlink(), "holds no checkpoint"),
+    "index cut": (lambda p: cut_short(p / "checkpoint.json"), "is cut short or damaged"),
+    "format": (lambda p: edit_index(p, lambda i: i.update(format=99)), "has format 99"),
+    "lacks": (
+        lambda p: edit_index(p, drop("second/w2")),
+        "lacks second of parameter 'w2' from element 0",
+    ),
+    "lacks all": (
+        lambda p: edit_index(p, lambda i: i["shapes"].pop("b1")),
+        "the checkpoint lacks parameter 'b1'",
+    ),
+    "foreign": (
+        lambda p: edit_index(p, rename("/b1@", "/b9@")),
+        r"foreign entry '\w+/b9@0'",
+    ),
+    "foreign parameter": (
+        lambda p: edit_index(p, lambda i: i["shapes"].update(extra=[3])),
+        "foreign parameter 'extra'",
+    ),
+    "shape": (
+        lambda p: edit_index(p, lambda i: i["shapes"].update(b1=[61])),
+        r"parameter 'b1' has shape \[61\] in the checkpoint, \[60\] here",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_changes_nothing(written, tmp_path, damage):
+    """Every rank raises, also those whose own parts are whole."""
+    path = tmp_path / "run"
+    shutil.copytree(written, path)
+    how, words = DAMAGE[damage]
+    how(path)
+
+    def body(comm):
+        trainer = make(comm, (3, None), function=models.loss_and_grads, accumulate=1)
+        trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+        before = models.bits(trainer.parameters())
+        with pytest.raises(cc.CollectiveError, match=words) as told:
+            trainer.load(path)
+        assert models.bits(trainer.parameters()) == before
+        assert trainer.updates == 1
+        trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+        return str(told.value)
+
+    told = cc.run_threads(3, body, timeout=60)
+    assert len(set(told)) == 1
+
+
+def test_another_optimizer_or_schedule(written):
+    for more in ({"optimizer": SGD(lr=0.1)}, {"schedule": Cosine(5)}):
+
+        def body(comm, more=more):
+            make(comm, function=models.loss_and_grads, **more).load(written)
+
+        ended = outcomes(2, body)
+        assert all("the checkpoint's" in str(e) for e in ended), ended
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+
+    def body(comm):
+        trainer = make(comm, function=models.loss_and_grads)
+        with pytest.raises(cc.CollectiveError, match="cannot write"):
+            trainer.save(tmp_path / "file" / "run")
+        trainer.save(tmp_path / "run")
+
+    cc.run_threads(2, body, timeout=60)
+
+
+def test_only_the_last_generation_stays(tmp_path):
+    def body(comm):
+        trainer = make(comm, (1, None), function=models.loss_and_grads, accumulate=1)
+        for _ in range(3):
+            trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+            trainer.save(tmp_path)
+            trainer.save(tmp_path)
+
+    cc.run_threads(2, body, timeout=60)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["checkpoint.json", "generation-3-1"]
+
+
+KILLED = """
+import sys
+import numpy as np
+import collectives as cc
+from collectives.train import SGD, Trainer
+
+def function(params, batch, emit):
+    emit("w", -np.ones(100_000))
+    return 0.0
+
+comm = cc.init("solo")
+trainer = Trainer(function, SGD(lr=1.0), comm, params={"w": np.zeros(100_000)})
+while True:
+    trainer.step(np.zeros((1, 1)))
+    trainer.save(sys.argv[1])
+    print(trainer.updates, flush=True)
+"""
+
+
+@pytest.mark.faults
+def test_a_kill_leaves_the_old_or_the_new(tmp_path):
+    """Killed at many instants while it writes all the time: what is there is whole, and the last
+    that was told of or the one after it.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    environment["PYTHONPATH"] = str(Path(cc.__file__).resolve().parents[1])
+    for attempt in range(4):
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "run")],
+            stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        assert process.stdout is not None
+        for _ in range(3):
+            told = int(process.stdout.readline())
+        time.sleep(0.0007 * attempt)  # another instant each time; any will do
+        process.send_signal(signal.SIGKILL)
+        rest, _ = process.communicate()
+        told = max([told, *map(int, rest.split())])
+
+        def body(comm):
+            trainer = Trainer(
+                lambda params, batch, emit: 0.0, SGD(lr=1.0), comm,
+                params={"w": np.zeros(100_000)},
+            )  # fmt: skip
+            trainer.load(tmp_path / "run")
+            assert (trainer.parameters()["w"] == trainer.updates).all()
+            return trainer.updates
+
+        assert cc.run_threads(1, body)[0] in (told, told + 1)
+
+
+# ---- the sampler --------------------------------------------------------------------------------
+
+
+class Rank:
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+def samplers(samples, ranks, **more):
+    return [Sampler(samples, Rank(r, ranks), **more) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("last", ["uneven", "pad", "drop"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("samples", [30, 31, 59, 61])
+def test_every_sample_once_in_an_epoch(samples, ranks, last):
+    found = samplers(samples, ranks, micro=2, accumulate=3, last=last)
+    orders = []
+    for _ in range(2):
+        steps = list(zip(*found, strict=True))
+        assert len(steps) == len(found[0])
+        seen = [int(i) for step in steps for part in step if part is not None for i in part]
+        batch = 6 * ranks
+        if last == "uneven":
+            assert sorted(seen) == list(range(samples))
+        elif last == "drop":
+            assert len(seen) == len(set(seen)) == samples // batch * batch
+        else:
+            assert set(seen) == set(range(samples))
+            assert len(seen) == -(-samples // batch) * batch
+            assert all(len(part) == 6 for step in steps for part in step)
+        orders.append(seen)
+    assert orders[0] != orders[1]
+    assert [s.epoch for s in found] == [2] * ranks
+
+
+def test_steps_hold_the_same_samples_for_any_number_of_ranks():
+    steps = []
+    for ranks, micro in ((1, 12), (2, 6), (3, 4), (4, 3)):
+        parts = zip(*samplers(50, ranks, micro=micro, seed=4), strict=True)
+        steps.append([[int(i) for p in step if p is not None for i in p] for step in parts])
+    assert all(s == steps[0] for s in steps)
+
+
+def test_the_sampler_goes_on_in_mid_epoch():
+    sampler = Sampler(50, Rank(1, 3), micro=2)
+    whole = [None if i is None else i.tolist() for _ in range(2) for i in sampler]
+    sampler = Sampler(50, Rank(1, 3), micro=2)
+    first = [next(iter(sampler)).tolist() for _ in range(5)]
+    other = Sampler(50, Rank(1, 3), micro=2)
+    other.load(json.loads(json.dumps(sampler.state())))
+    rest = [None if i is None else i.tolist() for _ in range(2) for i in other]
+    assert first + rest == whole
+
+
+def test_the_sampler_moves_to_another_number_of_ranks():
+    found = samplers(48, 2, micro=4)
+    taken = [int(i) for s in found for _ in range(3) for i in next(iter(s))]
+    moved = samplers(48, 3, micro=2)
+    for sampler in moved:
+        sampler.load(found[0].state())
+    rest = [int(i) for step in zip(*moved, strict=True) for p in step for i in p]
+    assert sorted(taken + rest) == list(range(48))
+    with pytest.raises(ValueError, match="no whole steps of 25"):
+        Sampler(48, Rank(0, 5), micro=5).load(found[0].state())
+    with pytest.raises(ValueError, match="state is of"):
+        Sampler(49, Rank(0, 2), micro=4).load(found[0].state())
+
+
+def test_a_sampler_that_leaves_all_out():
+    with pytest.raises(ValueError, match="leaves all of them out"):
+        Sampler(5, Rank(0, 3), micro=2, last="drop")
+    with pytest.raises(ValueError, match="did you mean 'drop'"):
+        Sampler(5, Rank(0, 3), micro=2, last="dorp")
+
+
+# ---- schedules ----------------------------------------------------------------------------------
+
+
+def test_schedules():
+    assert scaled_lr(0.1, 8192) == pytest.approx(3.2)  # Goyal et al., section 2.1
+    assert [Constant()(s) for s in (0, 9)] == [1, 1]
+    cosine = Cosine(10, floor=0.1)
+    assert [round(cosine(s), 6) for s in (0, 5, 10, 99)] == [1, 0.55, 0.1, 0.1]
+    steps = Steps((3, 5), 0.1)
+    assert [round(steps(s), 6) for s in (2, 3, 4, 5)] == [1, 0.1, 0.1, 0.01]
+    warm = WarmUp(4, Steps((1,)), start=1 / 8)  # from 1/k by equal amounts
+    assert [warm(s) for s in range(4)] == [0.34375, 0.5625, 0.78125, 1]
+    assert [round(warm(s), 6) for s in (4, 5)] == [1, 0.1]
+    with pytest.raises(ValueError, match="ascend"):
+        Steps((5, 3))
+
+
+def test_the_schedule_sets_the_rate_of_each_step():
+    def body(comm):
+        trainer = Trainer(
+            lambda params, batch, emit: emit("w", np.ones(1)) or 0.0,
+            SGD(lr=2.0), comm, params={"w": np.zeros(1)}, schedule=Steps((1, 2), 0.5),
+        )  # fmt: skip
+        rates = [trainer.step(np.zeros((1, 1))).lr for _ in range(3)]
+        return rates, trainer.parameters()["w"][0]
+
+    assert cc.run_threads(2, body) == [([2, 1, 0.5], -3.5)] * 2
