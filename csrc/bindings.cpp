@@ -287,7 +287,7 @@ PYBIND11_MODULE(_core, m) {
              options.slot_bytes = slot_bytes;
              options.depth = depth;
              options.timeout_s = timeout;
-             py::gil_scoped_release release;
+             WithoutGil release;
              return std::make_shared<MpiTransport>(mpi_from_loaded_library(), comm, options);
            }),
            py::arg("comm"), py::kw_only(), py::arg("slot_bytes"), py::arg("depth"),
@@ -338,7 +338,7 @@ PYBIND11_MODULE(_core, m) {
                 slice = std::min(slice, left);
               }
               {
-                py::gil_scoped_release release;
+                WithoutGil release;
                 if (work.wait(slice)) return true;
               }
               if (PyErr_CheckSignals() != 0) throw PythonError();
@@ -387,7 +387,8 @@ PYBIND11_MODULE(_core, m) {
       .def("intern", &Communicator::intern)
       .def("define", &Communicator::define)
       .def("caller", &make_caller)
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("end_queue", &Communicator::end_queue, py::call_guard<WithoutGil>())
+      .def("close", &Communicator::close, py::call_guard<WithoutGil>())
       .def("abort", &Communicator::abort)
       .def(
           "post_send",
@@ -396,7 +397,7 @@ PYBIND11_MODULE(_core, m) {
             return c.post_send(peer, tag, static_cast<Dtype>(dtype),
                                reinterpret_cast<const void*>(data), bytes, background);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<WithoutGil>())
       .def(
           "post_recv",
           [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data,
@@ -404,7 +405,7 @@ PYBIND11_MODULE(_core, m) {
             return c.post_recv(peer, tag, static_cast<Dtype>(dtype), reinterpret_cast<void*>(data),
                                bytes, background);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<WithoutGil>())
       .def("wait", &Communicator::wait)
       .def("transfer_done", &Communicator::done)
       .def("make_segment", &Communicator::make_segment)
@@ -426,7 +427,7 @@ PYBIND11_MODULE(_core, m) {
     const int count = device_count(&why);
     return std::make_pair(count, why);
   });
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<WithoutGil>;
   py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
                        int max_blocks, double timeout) {
@@ -438,7 +439,7 @@ PYBIND11_MODULE(_core, m) {
              config.sharing = sharing;
              config.max_blocks = max_blocks;
              config.timeout_s = timeout;
-             py::gil_scoped_release release;
+             WithoutGil release;
              return std::make_unique<DeviceCommunicator>(config);
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
@@ -466,7 +467,7 @@ PYBIND11_MODULE(_core, m) {
              options.factor[0] = numbers.factor[0];
              options.factor[1] = numbers.factor[1];
              // A launch can wait for room in the stream's queue, and so for another thread's rank.
-             py::gil_scoped_release release;
+             WithoutGil release;
              device.run(call, options, stream);
            })
       .def("check", &DeviceCommunicator::check)
@@ -488,7 +489,7 @@ PYBIND11_MODULE(_core, m) {
                                                               call.collective == Collective::gather
                                                           ? call.out.length(comm.rank())
                                                           : 0));
-    py::gil_scoped_release release;
+    WithoutGil release;
     const BenchClock clock(comm);
     const TouchedInput touched{
         const_cast<std::byte*>(call.input),
@@ -530,12 +531,12 @@ PYBIND11_MODULE(_core, m) {
           throw Error(ErrorKind::unsupported, "no peer measurement of " + collective + " over MPI");
       }
     };
-    py::gil_scoped_release release;
+    WithoutGil release;
     const BenchClock clock(comm);
     return pairs_of(time_loop(clock, warmup, iterations, touched, [&] { meet(comm); }, body));
   });
   m.def("cache_line_exchange", [](Communicator& comm, int rounds) {
-    py::gil_scoped_release release;
+    WithoutGil release;
     return cache_line_exchange(comm, rounds);
   });
 }

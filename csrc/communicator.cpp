@@ -54,9 +54,9 @@ std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
 
 }  // namespace
 
-std::function<void*()> Communicator::on_enter_slow;
-std::function<void(void*)> Communicator::on_leave_slow;
-std::function<void(void*&)> Communicator::on_tick;
+void* (*Communicator::on_enter_slow)() = nullptr;
+void (*Communicator::on_leave_slow)(void*) = nullptr;
+void (*Communicator::on_tick)(void*&) = nullptr;
 
 // ---- work -------------------------------------------------------------------------------------
 
@@ -163,14 +163,19 @@ Communicator::~Communicator() {
     if (fd >= 0) ::close(fd);
 }
 
-void Communicator::close() {
-  if (birth_.in_child() || closed_.exchange(true)) return;
+void Communicator::end_queue() {
+  if (birth_.in_child()) return;
   {
     std::lock_guard lock(queue_mutex_);
     stop_ = true;
     queue_changed_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
+}
+
+void Communicator::close() {
+  if (birth_.in_child() || closed_.exchange(true)) return;
+  end_queue();
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
     mine.state.store(static_cast<std::uint32_t>(RankState::closed), std::memory_order_release);
@@ -259,8 +264,17 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
   if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
   if (queued_.load(std::memory_order_acquire) != 0) {
     const auto work = submit(call, options);
-    waiter_->until([&] { return work->done(); },
-                   [] { return Where{"earlier asynchronous calls"}; });
+    // Not the waiter of calls, which the queue's thread may be using.
+    try {
+      p2p_waiter_->until([&] { return work->done(); },
+                         [] { return Where{"earlier asynchronous calls"}; });
+    } catch (const std::exception& error) {
+      // The caller's arrays go when this returns, so the queue must have left the call by then: it
+      // does at once, as all calls raise from here on.
+      leave_path(ErrorKind::aborted, error.what());
+      work->wait(-1);
+      throw;
+    }
     if (work->error()) std::rethrow_exception(work->error());
     return;
   }
@@ -528,6 +542,9 @@ void Communicator::worker() {
       std::exception_ptr error;
       try {
         Busy busy(busy_);
+        if (broken_)
+          throw Error(ErrorKind::aborted,
+                      "this communicator cannot be used any more: " + broken_reason());
         execute(job.call, job.options);
       } catch (...) {
         error = std::current_exception();
@@ -538,8 +555,9 @@ void Communicator::worker() {
       continue;
     }
     lock.unlock();
-    const bool moved = p2p_->progress();
-    const bool idle = p2p_->idle();
+    // Once broken, nothing moves: whoever waited may have freed its arrays.
+    const bool moved = !broken_ && p2p_->progress();
+    const bool idle = broken_ || p2p_->idle();
     lock.lock();
     if (idle) background_p2p_ = false;
     if (stop_) return;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 
 #include "communicator.hpp"
 #include "errors.hpp"
@@ -28,12 +29,22 @@ constexpr milliseconds kPollPeersEvery{20};
 thread_local void* slow_token = nullptr;
 thread_local int slow_depth = 0;
 
+// Where pidfd_open is forbidden, or there are no descriptors left: gone, or a zombie, which its
+// parent has not waited for.
+bool has_ended(int process) {
+  if (kill(process, 0) != 0) return errno == ESRCH;
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const auto state = text.rfind(") ");
+  return state != std::string::npos && (text[state + 2] == 'Z' || text[state + 2] == 'X');
+}
+
 }  // namespace
 
 void Communicator::abort(const std::string& reason) {
   if (birth_.in_child()) check_open();
   give_up("aborted: " + reason);
-  aborted_ = true;
   tell_peers(ErrorKind::aborted, reason);
 }
 
@@ -126,8 +137,8 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
            std::to_string(where.seen);
     return s;
   };
-  if (aborted_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (told_to_stop()) raise_told(place());
+  if (broken_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (config_.mpi) {
     std::string text;
     int peer = -1;
@@ -175,7 +186,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
         pollfd p{pidfds_[q], POLLIN, 0};
         dead = poll(&p, 1, 0) == 1;
       } else if (process > 0) {
-        dead = kill(process, 0) != 0 && errno == ESRCH;
+        dead = has_ended(process);
       }
     }
     if (dead) {

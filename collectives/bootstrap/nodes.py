@@ -7,26 +7,44 @@ import os
 from ..config import Settings
 
 
-def host_key() -> str:
-    """Equal on two ranks if they can share memory: the same kernel, namespaces and /dev/shm."""
-    from hashlib import sha256  # here: it loads OpenSSL
-
-    parts = [os.uname().nodename]
+def host_parts() -> dict[str, str]:
+    """What must be equal on two ranks that share memory: the kernel, namespaces, /dev/shm."""
+    parts = {"host name": os.uname().nodename}
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
+            parts["boot"] = file.read().strip()
     except OSError:
-        parts.append("")  # not Linux: the host name decides
-    for path in ("/proc/self/ns/pid", "/proc/self/ns/ipc"):
+        parts["boot"] = ""  # not Linux: the host name decides
+    for kind in ("pid", "ipc"):
         try:
-            parts.append(os.readlink(path))
+            parts[f"{kind.upper()} namespace"] = os.readlink(f"/proc/self/ns/{kind}")
         except OSError:
-            parts.append("")
+            parts[f"{kind.upper()} namespace"] = ""
     try:
-        parts.append(str(os.stat("/dev/shm").st_dev))
+        parts["/dev/shm"] = str(os.stat("/dev/shm").st_dev)
     except OSError:
-        parts.append("")
+        parts["/dev/shm"] = ""
+    return parts
+
+
+def host_key() -> str:
+    """Equal on two ranks if they can share memory: a digest of `host_parts`."""
+    from hashlib import sha256  # here: it loads OpenSSL
+
+    parts = list(host_parts().values())
     return f"{parts[0]}-{sha256('|'.join(parts).encode()).hexdigest()[:16]}"
+
+
+def why_apart(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """What keeps two ranks of one machine from sharing memory, in words; "" if nothing does, or if
+    they are on different machines.
+    """
+    if not mine["boot"] or mine["boot"] != theirs["boot"]:
+        return ""
+    different = [name for name in mine if mine[name] != theirs.get(name)]
+    if not different:
+        return ""
+    return f"on one machine, but with different {' and '.join(different)} (containers?)"
 
 
 def node_key(settings: Settings | None = None) -> str:
