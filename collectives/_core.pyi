@@ -328,6 +328,7 @@ class Communicator:
         sum(x[, out]) sums plain buffers; False, and nothing done, for anything
         else. Algorithm -1 is the core's own choice.
         """
+    def end_queue(self) -> None: ...
     def close(self) -> None: ...
     def enter_device_call(self) -> None:
         """Tells peers that a call is put on the GPU; raises what a peer told."""

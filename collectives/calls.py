@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, di
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .tuning import ANY_SIZE, Tuner, known_algorithm
 from .tuning.device import device_algorithm
-from .work import QueuedWork
+from .work import InFlight, QueuedWork
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
@@ -61,7 +60,7 @@ class Calls:
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
     _closed: bool
-    _queued: deque[tuple[Any, tuple[Any, ...]]]  # works not seen done, and their arrays
+    _in_flight: InFlight
     _group: Group | None  # the one that is open
     _tuner: Tuner
     _choices: dict[str, list[tuple[int, int]]]  # collective -> (limit, the core's number)
@@ -223,11 +222,7 @@ class Calls:
             return self._group.add(run)
         if async_op:
             work = self._submit(*arguments)
-            held = (source, target, *keep)
-            # Who drops the Work does not free arrays that the queue still works on.
-            while self._queued and self._queued[0][0].done():
-                self._queued.popleft()
-            self._queued.append((work, held))
+            held = self._in_flight.hold(work.done, (source, target, *keep))
             return QueuedWork(work, result, held)
         self._call(*arguments)
         return result()

@@ -14,9 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .bootstrap import Bootstrap, detect
@@ -24,7 +22,7 @@ from .calls import integer
 from .config import Settings
 from .connect import connect
 from .device import DeviceEngine, checked_blocks, wait_for
-from .errors import ClosedError, CollectiveError, DeadlineError, UnsupportedError
+from .errors import ClosedError, DeadlineError, UnsupportedError
 from .flight_recorder import dump_when_told, write_dump
 from .group import Group
 from .movements import Movements
@@ -33,6 +31,7 @@ from .reductions import Reductions
 from .shrinking import Shrinking
 from .symmetric import SymmetricMemory
 from .tuning import Tuner
+from .work import InFlight
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -91,7 +90,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._closed = False
         self._device = None
         self._group = None
-        self._queued = deque()
+        self._in_flight = InFlight()
         self._children = itertools.count()
         self._shrinking = Shrinking(self._core.council, self.rank, self._kind)
         self._memory = SymmetricMemory(self._core, bootstrap)
@@ -254,15 +253,13 @@ class Communicator(Reductions, Movements, PointToPoint):
         if self._device is not None:
             self._device.core.close()
         self._core.close()
-        self._queued.clear()
+        self._in_flight.forget()
         self._bootstrap.close()
 
     def __del__(self) -> None:
-        # The queue ends before the arrays that it works on are freed. (In a forked child the works
-        # raise: they end in the parent.)
-        with suppress(CollectiveError):
-            for work, _ in getattr(self, "_queued", ()):
-                work.wait(-1.0)
+        # The queue ends before the arrays that it works on are freed.
+        if hasattr(self, "_in_flight"):
+            self._core.end_queue()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes every rank's pending and later calls raise AbortedError. Local, any thread."""

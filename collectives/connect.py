@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import _core
-from .bootstrap import Bootstrap, Mpi, host_key, node_key
+from .bootstrap import Bootstrap, Mpi, host_key, host_parts, node_key, why_apart
+from .bootstrap.groups import name_ranks
 from .bootstrap.mailboxes import Mailboxes
 from .config import Settings
 from .errors import BootstrapError, CollectiveError, ConfigError, UnsupportedError
@@ -33,7 +34,7 @@ class Connection(NamedTuple):
     bootstrap   the way to meet from now on
     nodes       node of every rank
     tuning      sizes for the host engine
-    fallback    why MPI is used where ranks could share memory, "" if it is not
+    fallback    why MPI is used between ranks of one machine, "" if it is not
     transports  what carries data between any of the ranks: equal on all of them
     hardware    what measured times depend on, as all ranks tell it
     table       what was measured on such ranks, None if nothing was
@@ -108,6 +109,9 @@ def connect(
     layouts, refused = verdicts[0][2:]
     if refused:
         raise ConfigError(refused)
+    apart = _apart(rank, infos)
+    if apart and has_mpi and not fallback:
+        fallback = f"MPI is used between ranks {apart}"
     if words:
         if not has_mpi or transport == "shm":
             raise BootstrapError(f"the ranks cannot share memory: {words}", rank=rank)
@@ -118,9 +122,15 @@ def connect(
     if has_mpi and len(together) < size:
         mpi = _mpi_transport(cast(Mpi, bootstrap))
     elif len(groups) > 1 and not has_mpi:
+        others = name_ranks(set(range(size)) - set(together))
+        where = (
+            f"ranks {apart}; let the containers share them (docker run --pid=host --ipc=host)"
+            if apart
+            else f"{others} {'is' if others.startswith('rank ') else 'are'} on other hosts than "
+            f"rank {rank}"
+        )
         raise UnsupportedError(
-            f"ranks {sorted(set(range(size)) - set(together))} are on other hosts than rank "
-            f"{rank}, and the ranks met through {bootstrap.kind}: between hosts data go through "
+            f"{where}, and the ranks met through {bootstrap.kind}: between hosts data go through "
             "MPI, so start the job with mpirun"
         )
     # Programs are cut to the smallest slot that any rank has, so that all cut alike.
@@ -176,6 +186,7 @@ def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]
     """What all ranks say of themselves."""
     mine = {
         "host": host_key(),
+        "parts": host_parts(),
         "node": node_key(settings),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -187,6 +198,13 @@ def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]
         "cpus": sorted(os.sched_getaffinity(0)),
     }
     return [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
+
+
+def _apart(rank: int, infos: list[dict[str, Any]]) -> str:
+    """Which ranks are on this one's machine and cannot share its memory, and why."""
+    why = {r: why_apart(infos[rank]["parts"], info["parts"]) for r, info in enumerate(infos)}
+    first = next((words for words in why.values() if words), "")
+    return first and f"{rank} and {', '.join(str(r) for r in why if why[r])}, {first}"
 
 
 def _agreed_transport(bootstrap: Bootstrap, infos: list[dict[str, Any]]) -> str:
@@ -239,14 +257,13 @@ def _share_region(bootstrap: Bootstrap, together: list[int]) -> tuple[Region | N
         except CollectiveError as error:
             failure = str(error)
     handles = bootstrap.all_gather(handle.encode())
-    if not leader:
+    if not leader and threads:
+        region = _thread_regions.get(bootstrap.job)
+    elif not leader and handles[together[0]]:  # else the leader says what failed
         try:
-            region = (
-                _thread_regions[bootstrap.job]
-                if threads
-                else _core.open_region(handles[together[0]].decode(), len(together), **sizes)
-            )
-        except (CollectiveError, KeyError) as error:
+            handle = handles[together[0]].decode()
+            region = _core.open_region(handle, len(together), **sizes)
+        except CollectiveError as error:
             failure = str(error)
     return region, failure
 

@@ -73,10 +73,8 @@ class PointToPoint(Calls):
     def _finish_transfers(
         self, posted: list[Any], result: Callable[[], Any], keep: tuple[Any, ...], async_op: bool
     ) -> Any:
-        work = TransferWork(self._core, posted, result, keep)
-        if self._group is not None:
-            return self._group.add_transfers(work)
-        if async_op:
-            return work
-        self._core.wait(posted)
-        return result()
+        if self._group is None and not async_op:
+            self._core.wait(posted)
+            return result()
+        work = TransferWork(self._core, posted, result, self._in_flight, keep)
+        return work if self._group is None else self._group.add_transfers(work)

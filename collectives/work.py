@@ -64,13 +64,46 @@ class Work(ABC):
         return self._finish()
 
 
+class Held:
+    """The arrays of a call that is under way."""
+
+    __slots__ = ("arrays", "done")
+
+    def __init__(self, done: Callable[[], bool], arrays: tuple[Any, ...]) -> None:
+        self.done = done
+        self.arrays: tuple[Any, ...] | None = arrays
+
+
+class InFlight:
+    """Keeps the arrays of a communicator's asynchronous calls, so that who drops a Work does not
+    free memory that the call still reads or writes.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Held] = []
+        self._limit = 16  # entries at which those that are done are sorted out
+
+    def hold(self, done: Callable[[], bool], arrays: tuple[Any, ...]) -> Held:
+        """Until done() is true, or the Work has seen that it is."""
+        if len(self._held) >= self._limit:
+            self._held = [held for held in self._held if held.arrays is not None]
+            self._held = [held for held in self._held if not held.done()]
+            self._limit = max(16, 2 * len(self._held))
+        held = Held(done, arrays)
+        self._held.append(held)
+        return held
+
+    def forget(self) -> None:
+        self._held.clear()
+
+
 class QueuedWork(Work):
     """A collective in the communicator's queue."""
 
-    def __init__(self, core: _core.Work, result: Callable[[], Any], keep: tuple[Any, ...]) -> None:
+    def __init__(self, core: _core.Work, result: Callable[[], Any], held: Held) -> None:
         self._core = core
         self._result = result
-        self._keep: tuple[Any, ...] | None = keep
+        self._held = held
 
     def done(self) -> bool:
         return bool(self._core.done())
@@ -83,8 +116,8 @@ class QueuedWork(Work):
         return bool(self._core.wait(-1.0 if timeout is None else timeout))
 
     def _finish(self) -> Any:
+        self._held.arrays = None
         self._core.raise_error()
-        self._keep = None
         return self._result()
 
 
@@ -121,12 +154,14 @@ class TransferWork(Work):
         core: _core.Communicator,
         posted: list[_core.PostedTransfer],
         result: Callable[[], Any],
-        keep: tuple[Any, ...],
+        in_flight: InFlight,
+        arrays: tuple[Any, ...],
     ) -> None:
         self._core = core
         self.posted = posted
         self._result = result
-        self._keep = keep
+        # Not self.done: the arrays may outlive the Work, which then goes.
+        self._held = in_flight.hold(lambda: all(core.transfer_done(p) for p in posted), arrays)
 
     def done(self) -> bool:
         return all(self._core.transfer_done(p) for p in self.posted)
@@ -144,6 +179,7 @@ class TransferWork(Work):
 
     def _finish(self) -> Any:
         self._core.wait(self.posted)
+        self._held.arrays = None
         return self._result()
 
 

@@ -355,7 +355,7 @@ PYBIND11_MODULE(_core, m) {
              options.slot_bytes = slot_bytes;
              options.depth = depth;
              options.timeout_s = timeout;
-             py::gil_scoped_release release;
+             WithoutGil release;
              return std::make_shared<MpiTransport>(mpi_from_loaded_library(), comm, options);
            }),
            py::arg("comm"), py::kw_only(), py::arg("slot_bytes"), py::arg("depth"),
@@ -417,7 +417,7 @@ PYBIND11_MODULE(_core, m) {
 
   // The flight recorder.
   m.def("set_dump_directory", &set_dump_directory);
-  m.def("dump_process", &dump_process, py::call_guard<py::gil_scoped_release>());
+  m.def("dump_process", &dump_process, py::call_guard<WithoutGil>());
   m.def("dump_on_signal", &dump_on_signal);
 
   // Work and communicators.
@@ -437,7 +437,7 @@ PYBIND11_MODULE(_core, m) {
                 slice = std::min(slice, left);
               }
               {
-                py::gil_scoped_release release;
+                WithoutGil release;
                 if (work.wait(slice)) return true;
               }
               if (PyErr_CheckSignals() != 0) throw PythonError();
@@ -490,14 +490,15 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("broken", &Communicator::broken)
       .def_property_readonly("why_broken", &Communicator::why_broken)
       .def("watch_peers", &Communicator::watch_peers)
-      .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
+      .def("drain", &Communicator::drain, py::call_guard<WithoutGil>())
       .def_property_readonly("council", &Communicator::council)
       .def("dump", [](const Communicator& c) { return c.recorder().json(); })
       .def("forget_plans", &Communicator::forget_plans)
       .def("intern", &Communicator::intern)
       .def("define", &Communicator::define)
       .def("caller", &make_caller)
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("end_queue", &Communicator::end_queue, py::call_guard<WithoutGil>())
+      .def("close", &Communicator::close, py::call_guard<WithoutGil>())
       .def("enter_device_call", &Communicator::enter_device_call)
       .def("look", &Communicator::look)
       .def("abort", &Communicator::abort)
@@ -508,7 +509,7 @@ PYBIND11_MODULE(_core, m) {
             return c.post_send(peer, tag, static_cast<Dtype>(dtype),
                                reinterpret_cast<const void*>(data), bytes, background);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<WithoutGil>())
       .def(
           "post_recv",
           [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data,
@@ -516,7 +517,7 @@ PYBIND11_MODULE(_core, m) {
             return c.post_recv(peer, tag, static_cast<Dtype>(dtype), reinterpret_cast<void*>(data),
                                bytes, background);
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<WithoutGil>())
       .def("wait", &Communicator::wait)
       .def("transfer_done", &Communicator::done)
       .def("transfer_peer", &Communicator::peer)
@@ -540,7 +541,7 @@ PYBIND11_MODULE(_core, m) {
     const int count = device_count(&why);
     return std::make_pair(count, why);
   });
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<WithoutGil>;
   py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
                        int max_blocks, double timeout) {
@@ -552,7 +553,7 @@ PYBIND11_MODULE(_core, m) {
              config.sharing = sharing;
              config.max_blocks = max_blocks;
              config.timeout_s = timeout;
-             py::gil_scoped_release release;
+             WithoutGil release;
              return std::make_unique<DeviceCommunicator>(config);
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
@@ -580,7 +581,7 @@ PYBIND11_MODULE(_core, m) {
              options.factor[0] = numbers.factor[0];
              options.factor[1] = numbers.factor[1];
              // A launch can wait for room in the stream's queue, and so for another thread's rank.
-             py::gil_scoped_release release;
+             WithoutGil release;
              comm.enter_device_call();
              device.run(call, options, stream);
            })
@@ -603,7 +604,7 @@ PYBIND11_MODULE(_core, m) {
                                                               call.collective == Collective::gather
                                                           ? call.out.length(comm.rank())
                                                           : 0));
-    py::gil_scoped_release release;
+    WithoutGil release;
     const BenchClock clock(comm);
     const TouchedInput touched{
         const_cast<std::byte*>(call.input),
@@ -645,12 +646,12 @@ PYBIND11_MODULE(_core, m) {
           throw Error(ErrorKind::unsupported, "no peer measurement of " + collective + " over MPI");
       }
     };
-    py::gil_scoped_release release;
+    WithoutGil release;
     const BenchClock clock(comm);
     return pairs_of(time_loop(clock, warmup, iterations, touched, [&] { meet(comm); }, body));
   });
   m.def("cache_line_exchange", [](Communicator& comm, int rounds) {
-    py::gil_scoped_release release;
+    WithoutGil release;
     return cache_line_exchange(comm, rounds);
   });
 }

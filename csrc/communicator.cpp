@@ -72,9 +72,9 @@ std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
 
 }  // namespace
 
-std::function<void*()> Communicator::on_enter_slow;
-std::function<void(void*)> Communicator::on_leave_slow;
-std::function<void(void*&)> Communicator::on_tick;
+void* (*Communicator::on_enter_slow)() = nullptr;
+void (*Communicator::on_leave_slow)(void*) = nullptr;
+void (*Communicator::on_tick)(void*&) = nullptr;
 
 // ---- work -------------------------------------------------------------------------------------
 
@@ -202,8 +202,8 @@ void Communicator::watch_peers() {
 
 Communicator::~Communicator() { close(); }
 
-void Communicator::close() {
-  if (birth_.in_child() || closed_.exchange(true)) return;
+void Communicator::end_queue() {
+  if (birth_.in_child()) return;
   {
     std::lock_guard lock(queue_mutex_);
     stop_ = true;
@@ -211,6 +211,11 @@ void Communicator::close() {
   }
   if (thread_.joinable()) thread_.join();
   if (transfer_thread_.joinable()) transfer_thread_.join();
+}
+
+void Communicator::close() {
+  if (birth_.in_child() || closed_.exchange(true)) return;
+  end_queue();
   recorder_->closed();
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
@@ -302,8 +307,17 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
   if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
   if (queued_.load(std::memory_order_acquire) != 0) {
     const auto work = submit(call, options);
-    waiter_->until([&] { return work->done(); },
-                   [] { return Where{"earlier asynchronous calls"}; });
+    // Not the waiter of calls, which the queue's thread may be using.
+    try {
+      p2p_waiter_->until([&] { return work->done(); },
+                         [] { return Where{"earlier asynchronous calls"}; });
+    } catch (const std::exception& error) {
+      // The caller's arrays go when this returns, so the queue must have left the call by then: it
+      // does at once, as all calls raise from here on.
+      leave_path(ErrorKind::aborted, error.what());
+      work->wait(-1);
+      throw;
+    }
     if (work->error()) std::rethrow_exception(work->error());
     return;
   }
@@ -594,11 +608,12 @@ void Communicator::transfer_worker() {
       continue;
     }
     lock.unlock();
-    const bool moved = p2p_->progress();
+    // Once broken, nothing moves: whoever waited may have freed its arrays.
+    const bool moved = !broken_ && p2p_->progress();
     lock.lock();
     if (moved) {
       nap = kFirstNap;
-    } else if (p2p_->idle()) {
+    } else if (broken_ || p2p_->idle()) {
       background_p2p_ = false;
     } else if (!stop_) {
       const bool rung = queue_changed_.wait_for(lock, nap) == std::cv_status::no_timeout;

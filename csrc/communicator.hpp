@@ -138,6 +138,8 @@ class Communicator : public Watch {
   void look();
 
   void abort(const std::string& reason);
+  // Runs what is queued to its end, and nothing later.
+  void end_queue();
   // Leaves the group: later calls raise, peers that wait for this rank are told.
   void close();
   bool closed() const { return closed_; }
@@ -153,9 +155,10 @@ class Communicator : public Watch {
   const Recorder& recorder() const { return *recorder_; }
 
   // Installed by the bindings: the GIL is given up while a wait is slow, and signals are looked at.
-  static std::function<void*()> on_enter_slow;
-  static std::function<void(void*)> on_leave_slow;
-  static std::function<void(void*&)> on_tick;
+  // Plain pointers: threads may still wait while the process ends and destroys its objects.
+  static void* (*on_enter_slow)();
+  static void (*on_leave_slow)(void*);
+  static void (*on_tick)(void*&);
 
  private:
   // FIFO channels: programs use 0 .. kProgramChannels - 1.
@@ -306,7 +309,6 @@ class Communicator : public Watch {
   std::atomic<bool> busy_{false};
   std::atomic<bool> closed_{false};
   std::atomic<bool> broken_{false};
-  std::atomic<bool> aborted_{false};
   mutable std::mutex reason_mutex_;
   std::string broken_reason_;
 

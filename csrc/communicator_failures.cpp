@@ -26,7 +26,6 @@ thread_local int slow_depth = 0;
 void Communicator::abort(const std::string& reason) {
   if (birth_.in_child()) check_open();
   give_up("aborted: " + reason);
-  aborted_ = true;
   tell_peers(ErrorKind::aborted, reason);
 }
 
@@ -166,8 +165,8 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     return call.empty() || where.channel == kPointToPointChannel ? s : s + ", in " + call;
   };
   recorder_->waiting(where, since);
-  if (aborted_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (told_to_stop()) raise_told(place());
+  if (broken_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (config_.mpi) {
     std::string text;
     int peer = -1;

@@ -57,12 +57,20 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
       w.channel = kPointToPointChannel;
       return w;
     };
-    p2p_waiter_->until(
-        [&] {
-          p2p_->progress();
-          return p2p_->done(t);
-        },
-        where);
+    try {
+      p2p_waiter_->until(
+          [&] {
+            if (!broken_) p2p_->progress();
+            return p2p_->done(t);
+          },
+          where);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      // A signal handler's exception: the caller's arrays go, and no message may come into them.
+      leave_path(ErrorKind::aborted, error.what());
+      throw;
+    }
     if (t->peer != config_.rank && t->target == nullptr &&
         links_.to[t->peer] == config_.mpi.get() && config_.mpi) {
       SendPort& port = config_.mpi->send_port(t->peer, kPointToPointChannel);
@@ -104,8 +112,7 @@ std::string Communicator::make_segment(std::size_t bytes) {
   void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE,
                     shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, mapping->fd, 0);
   if (base == MAP_FAILED)
-    throw Error(ErrorKind::system, "cannot map " + std::to_string(mapping->bytes) +
-                                       " bytes of symmetric memory: " + std::strerror(errno));
+    system_failed("cannot map " + std::to_string(mapping->bytes) + " bytes of symmetric memory");
   mapping->own = static_cast<std::byte*>(base);
   mapping->cookie = random_cookie();
   pending_segment_ = mapping;
@@ -135,9 +142,7 @@ std::byte* Communicator::open_segment(std::uint64_t id, std::size_t bytes,
         const int fd = open_memfd(handles[numbers_[q]], &cookie);
         void* base = mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         ::close(fd);
-        if (base == MAP_FAILED)
-          throw Error(ErrorKind::system,
-                      std::string{"cannot map a peer's symmetric memory: "} + std::strerror(errno));
+        if (base == MAP_FAILED) system_failed("cannot map a peer's symmetric memory");
         mapping->mapped.push_back(static_cast<std::byte*>(base));
         segment.base[q] = static_cast<std::byte*>(base);
       }

@@ -6,9 +6,25 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <fstream>
 #include <map>
+#include <string>
 
 namespace collectives {
+namespace {
+
+// Where pidfd_open is forbidden, or there are no descriptors left: gone, or a zombie, which its
+// parent has not waited for.
+bool has_ended(int process) {
+  if (kill(process, 0) != 0) return errno == ESRCH;
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const auto state = text.rfind(") ");
+  return state != std::string::npos && (text[state + 2] == 'Z' || text[state + 2] == 'X');
+}
+
+}  // namespace
 
 class Process {
  public:
@@ -20,7 +36,7 @@ class Process {
   Process& operator=(const Process&) = delete;
 
   bool ended() const {
-    if (fd_ < 0) return kill(pid_, 0) != 0 && errno == ESRCH;
+    if (fd_ < 0) return has_ended(pid_);
     pollfd p{fd_, POLLIN, 0};
     return poll(&p, 1, 0) == 1;
   }

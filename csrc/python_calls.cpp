@@ -1,5 +1,7 @@
 #include "python_calls.hpp"
 
+#include <unistd.h>
+
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -74,17 +76,32 @@ namespace {
 // ---- the GIL during waits ---------------------------------------------------------------------
 
 void* give_up_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
+// While the interpreter ends, it does not give the GIL to daemon threads but ends them: by a forced
+// unwinding, which no destructor survives. So they stay here until the process has ended.
+void restore_thread(PyThreadState* state) {
+  try {
+    PyEval_RestoreThread(state);
+  } catch (...) {
+    for (;;) pause();
+  }
+}
 void take_back_gil(void* state) {
-  if (state != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+  if (state != nullptr) restore_thread(static_cast<PyThreadState*>(state));
 }
 // Ctrl-C and other signals end a wait: their handler's exception is thrown through the engine.
 void look_at_signals(void*& state) {
   if (state == nullptr) return;
-  PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+  restore_thread(static_cast<PyThreadState*>(state));
   state = nullptr;
   if (PyErr_CheckSignals() != 0) throw PythonError();
   state = PyEval_SaveThread();
 }
+
+}  // namespace
+
+WithoutGil::~WithoutGil() { restore_thread(state_); }
+
+namespace {
 
 // ---- calls ------------------------------------------------------------------------------------
 

@@ -27,6 +27,19 @@ struct PythonError : std::exception {
 // GIL.
 void set_error_from_exception() noexcept;
 
+// While it lives, the thread is without the GIL, which it had. Unlike pybind11's own it is safe in
+// daemon threads at the end of the interpreter.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // Makes waits give up the GIL while they are slow, and look at signals.
 void install_wait_hooks();
 

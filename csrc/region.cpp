@@ -22,8 +22,23 @@ constexpr std::size_t kPage = 4096;
 
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-[[noreturn]] void fail(const std::string& what) {
-  throw Error(ErrorKind::system, what + ": " + std::strerror(errno));
+// What to do about an error of the operating system, where it is known.
+const char* cure(int error) {
+  switch (error) {
+    case EMFILE:
+    case ENFILE:
+      return "; raise the limit of open files (ulimit -n)";
+    case ENOMEM:
+      return "; raise the limit of address space (ulimit -v), or free memory";
+    case EFBIG:
+      return "; raise the limit of file sizes (ulimit -f)";
+    case EPERM:
+    case ENOSYS:
+      return "; the kernel or a container's seccomp profile forbids it: allow it, or start the job "
+             "with mpirun, so that MPI carries the data";
+    default:
+      return "";
+  }
 }
 
 std::uint64_t mix(std::uint64_t h, std::uint64_t v) {
@@ -33,6 +48,11 @@ std::uint64_t mix(std::uint64_t h, std::uint64_t v) {
 }
 
 }  // namespace
+
+void system_failed(const std::string& what) {
+  const int error = errno;
+  throw Error(ErrorKind::system, what + ": " + std::strerror(error) + cure(error));
+}
 
 std::uint64_t Signature::hash() const {
   std::uint64_t h = mix(count, counts_hash);
@@ -84,25 +104,25 @@ bool can_read_process(int pid, std::uintptr_t address, std::uint64_t expected) {
 
 std::uint64_t random_cookie() {
   std::uint64_t cookie = 0;
-  if (getrandom(&cookie, sizeof cookie, 0) != sizeof cookie) fail("getrandom");
+  if (getrandom(&cookie, sizeof cookie, 0) != sizeof cookie) system_failed("getrandom");
   return cookie;
 }
 
 int make_memfd(const char* name, std::size_t bytes) {
   const int fd = memfd_create(name, MFD_CLOEXEC);
-  if (fd < 0) fail("memfd_create");
+  if (fd < 0) system_failed("memfd_create");
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     const int error = errno;
     close(fd);
     errno = error;
-    fail("cannot size a shared segment of " + std::to_string(bytes) + " bytes");
+    system_failed("cannot size a shared segment of " + std::to_string(bytes) + " bytes");
   }
   return fd;
 }
 
 std::string memfd_handle(int fd, std::uint64_t cookie) {
   struct stat status {};
-  if (fstat(fd, &status) != 0) fail("fstat of a shared segment");
+  if (fstat(fd, &status) != 0) system_failed("fstat of a shared segment");
   char text[128];
   std::snprintf(text, sizeof text, "%d:%d:%" PRIu64 ":%" PRIu64, static_cast<int>(getpid()), fd,
                 static_cast<std::uint64_t>(status.st_ino), cookie);
@@ -117,17 +137,18 @@ int open_memfd(const std::string& handle, std::uint64_t* cookie) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int mine = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (mine < 0)
-    fail("cannot open the shared segment of process " + std::to_string(pid) +
-         " (different user, PID namespace or container? set COLLECTIVES_NODE to different values "
-         "to use MPI "
-         "between them)");
+    system_failed(
+        "cannot open the shared segment of process " + std::to_string(pid) +
+        " (another user's, or /proc shows other processes here? With mpirun, MPI carries the data "
+        "of such ranks)");
   struct stat status {};
   if (fstat(mine, &status) != 0 || status.st_ino != inode) {
     close(mine);
     throw Error(ErrorKind::system,
                 "process " + std::to_string(pid) +
                     " of this PID namespace is not the peer that was meant: the ranks do not "
-                    "share a PID namespace; give them different COLLECTIVES_NODE values");
+                    "share a PID namespace; let their containers share one (--pid=host), or start "
+                    "the job with mpirun, so that MPI carries the data");
   }
   return mine;
 }
@@ -170,7 +191,7 @@ std::shared_ptr<Region> Region::make_private(const RegionShape& shape) {
   const std::size_t bytes = size_of(shape);
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) fail("cannot map " + std::to_string(bytes) + " bytes");
+  if (base == MAP_FAILED) system_failed("cannot map " + std::to_string(bytes) + " bytes");
   std::shared_ptr<Region> region(new Region(shape, base, -1, 0));
   return region;
 }
@@ -181,7 +202,7 @@ std::shared_ptr<Region> Region::make_shared(const RegionShape& shape) {
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
     close(fd);
-    fail("cannot map a shared segment of " + std::to_string(bytes) + " bytes");
+    system_failed("cannot map a shared segment of " + std::to_string(bytes) + " bytes");
   }
   std::shared_ptr<Region> region(new Region(shape, base, fd, random_cookie()));
   region->head().cookie = region->cookie_;
@@ -196,7 +217,7 @@ std::shared_ptr<Region> Region::open(const RegionShape& shape, const std::string
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   close(fd);
   if (base == MAP_FAILED)
-    fail("cannot map a peer's shared segment of " + std::to_string(bytes) + " bytes");
+    system_failed("cannot map a peer's shared segment of " + std::to_string(bytes) + " bytes");
   std::shared_ptr<Region> region(new Region(shape, base, -1, cookie));
   if (region->head().cookie != cookie || region->head().bytes != bytes)
     throw Error(ErrorKind::system,

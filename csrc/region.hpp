@@ -186,6 +186,9 @@ class Region {
               fifo_data_ = 0;
 };
 
+// Throws Error(system): what failed, errno in words, and what can be done about it.
+[[noreturn]] void system_failed(const std::string& what);
+
 // True if this process may read the memory of process `pid`, tried on 8 bytes at `address` that
 // hold `expected`.
 bool can_read_process(int pid, std::uintptr_t address, std::uint64_t expected);

@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 
 from .local import Solo, Threads
 from .mpi import Mpi
-from .nodes import host_key, node_key
+from .nodes import host_key, host_parts, node_key, why_apart
 from .protocol import Bootstrap
 from .sources import detect
 
@@ -86,9 +86,11 @@ __all__ = [
     "Threads",
     "detect",
     "host_key",
+    "host_parts",
     "is_loopback",
     "listen",
     "node_key",
     "read_secret",
     "through_store",
+    "why_apart",
 ]

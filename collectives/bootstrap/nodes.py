@@ -7,24 +7,41 @@ import os
 from ..config import Settings
 
 
-def host_key() -> str:
-    """Equal on two ranks if they may share memory: the same boot of the same kernel, and the same
-    process and IPC namespaces. Host names do not count: two hosts may have the same one.
+def host_parts() -> dict[str, str]:
+    """What is equal on two ranks that may share memory: the boot of the kernel, and the process and
+    IPC namespaces. Host names do not count: two hosts may have the same one.
     """
-    from hashlib import sha256  # here: it loads OpenSSL
-
-    parts = []
+    parts = {}
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
+            parts["boot"] = file.read().strip()
     except OSError:
-        parts.append(os.uname().nodename)  # not Linux, or hidden: the host name has to decide
-    for path in ("/proc/self/ns/pid", "/proc/self/ns/ipc"):
+        parts["boot"] = os.uname().nodename  # not Linux, or hidden: the host name has to decide
+    for kind in ("pid", "ipc"):
         try:
-            parts.append(os.readlink(path))
+            parts[f"{kind.upper()} namespace"] = os.readlink(f"/proc/self/ns/{kind}")
         except OSError:
-            parts.append("")
-    return sha256("|".join(parts).encode()).hexdigest()[:16]
+            parts[f"{kind.upper()} namespace"] = ""
+    return parts
+
+
+def host_key() -> str:
+    """Equal on two ranks if they may share memory: a digest of `host_parts`."""
+    from hashlib import sha256  # here: it loads OpenSSL
+
+    return sha256("|".join(host_parts().values()).encode()).hexdigest()[:16]
+
+
+def why_apart(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """What keeps two ranks of one machine from sharing memory, in words; "" if nothing does, or if
+    they are on different machines.
+    """
+    if mine["boot"] != theirs["boot"]:
+        return ""
+    different = [name for name in mine if mine[name] != theirs.get(name)]
+    if not different:
+        return ""
+    return f"on one machine, but with different {' and '.join(different)} (containers?)"
 
 
 def node_key(settings: Settings | None = None) -> str:
