@@ -36,7 +36,7 @@ def test_a_work_is_done_when_its_call_is():
                 began = time.monotonic()
                 with pytest.raises(cc.DeadlineError, match=r"not done after 0\.05 s; it goes on"):
                     call(0.05)
-                assert 0.04 < time.monotonic() - began < 1
+                assert 0.04 < time.monotonic() - began < 10
             assert not work.done()
             go_on.set()
             assert work.wait(timeout=20) is x

@@ -17,7 +17,7 @@ from worlds import outcomes, wait_until
 
 import collectives as cc
 
-SOON = 2.0  # seconds until a survivor must have raised
+SOON = 10.0  # seconds until a survivor must have raised, on a machine that does much else
 
 
 def ones(count=12):
@@ -64,7 +64,7 @@ def test_a_deadline_names_who_is_missing(how):
         if isinstance(error, cc.DeadlineError):
             assert isinstance(error, TimeoutError)
             assert re.search(
-                r"gave up after 0\.\d+ s: rank \d waits for .* of rank 1\b", str(error)
+                r"gave up after [\d.]+ s: rank \d waits for .* of rank 1\b", str(error)
             )
             assert "COLLECTIVES_TIMEOUT" in str(error)
 
@@ -245,15 +245,17 @@ def test_two_threads_on_one_communicator():
 
 def test_abort_from_another_thread():
     def body(comm):
-        if comm.rank == 0:
-            timer = threading.Timer(0.1, comm.abort, ["enough"])
-            timer.start()
-        if comm.rank < 2:
-            comm.all_reduce(ones())  # rank 2 does not take part
-        else:
-            wait_until(lambda: time.monotonic() > began + 0.3)
-            comm.all_reduce(ones())
+        def abort():
+            comm.abort("enough")
+            aborted.set()
 
+        if comm.rank == 0:
+            threading.Timer(0.1, abort).start()
+        elif comm.rank == 2:
+            aborted.wait(SOON)  # it does not take part before
+        comm.all_reduce(ones())
+
+    aborted = threading.Event()
     began = time.monotonic()
     for error in outcomes(3, body):
         assert isinstance(error, cc.AbortedError)
