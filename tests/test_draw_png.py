@@ -31,7 +31,7 @@ def test_png_grows_with_ranks_and_rounds():
         ("ring", "all_gather", 1, ()),
         ("recursive_doubling", "barrier", 5, ()),
         ("hierarchical(direct_two_shot, ring)", "all_reduce", 6, (0, 1, 0, 1, 2, 2)),
-        ("ring", "all_reduce", 64, ()),
+        ("direct_two_shot", "all_reduce", 30, ()),
     ],
 )
 def test_png_of_anything(name, collective, ranks, node):
