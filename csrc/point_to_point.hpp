@@ -24,7 +24,7 @@
 namespace collectives {
 
 struct TransferState {  // one posted operation
-  int peer = 0;  // kAnyPeer until a message has matched
+  int peer = 0;         // kAnyPeer until a message has matched
   std::uint32_t tag = 0;
   Dtype dtype = Dtype::uint8;
   const std::byte* source = nullptr;  // send

@@ -1,7 +1,7 @@
 """The torch.distributed backend: `dist.init_process_group("collectives")`.
 
 torch finds this package by itself: its entry point in the group `torch.backends` calls `register`
-when torch is imported. Nothing else is done then; the core is loaded with the first process group.
+when torch is imported. The rest of this package is loaded with the first process group.
 
     registering.py   what torch is told at import
     rendezvous.py    RANK, WORLD_SIZE and a store for programs that mpirun started

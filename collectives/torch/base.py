@@ -24,8 +24,8 @@ _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
 
 
 class BaseGroup(dist.ProcessGroup):
-    """From 2.11 to 2.13 torch takes a backend written in Python only as a whole process group. It is
-    asked by Python and, for the methods that torch's trampoline knows, by C++.
+    """From 2.11 to 2.13 torch takes a backend written in Python only as a whole process group.
+    Python asks it, and so does C++, for the methods that torch's trampoline knows.
     """
 
     monitors_barriers = True

@@ -219,9 +219,7 @@ class CollectivesGroup(Transfers, BaseGroup):
             mine = self._rank == root
             held = call.source(tensor) if mine else call.target(tensor)
             number, times = moved(tensor)
-            self._add(
-                call, "broadcast", number, held, held, count=held.numel() * times, root=root
-            )
+            self._add(call, "broadcast", number, held, held, count=held.numel() * times, root=root)
         return self._make(call, list(tensors), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:

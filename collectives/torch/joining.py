@@ -50,5 +50,3 @@ class Meeting(NamedTuple):
         return through_store(
             self.store, self.rank, self.size, timeout=self.timeout, name=f"{name}/{attempt}"
         )
-
-

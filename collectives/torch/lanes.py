@@ -102,7 +102,7 @@ class Step(NamedTuple):
     dtype: int
     source: int
     target: int
-    count: int = 0
+    elements: int = 0
     in_blocks: Any = None
     out_blocks: Any = None
     op: int = 0
@@ -124,7 +124,7 @@ def arguments(comm: Communicator, step: Step) -> tuple[Any, ...]:
     factor = complex(step.factor)
     return (
         COLLECTIVES[step.collective], step.dtype, step.op, step.root, step.source, step.target,
-        step.count, step.in_blocks, step.out_blocks, algorithm, 0, factor.real, factor.imag,
+        step.elements, step.in_blocks, step.out_blocks, algorithm, 0, factor.real, factor.imag,
     )  # fmt: skip
 
 
@@ -166,9 +166,8 @@ class MainLane:
         """`call` of an all_reduce in place in host memory, for less: 1.5 us instead of 5."""
         comm = self.comm
         real, imag = factor.real, factor.imag
-        for limit, algorithm in self._all_reduce_choices:  # noqa: B007: the last serves all sizes
-            if nbytes <= limit:
-                break
+        # The last choice serves all sizes, so one is always found.
+        algorithm = next(a for limit, a in self._all_reduce_choices if nbytes <= limit)
         with self._lock:
             self.calls += 1
             comm._call(
@@ -251,7 +250,7 @@ class CallbackLane:
         self._comm: Communicator | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._closed = False
+        self._closing = threading.Event()
 
     def submit(self, key: int, steps: list[Step], keep: Any) -> Job:
         job = Job(steps, keep)
@@ -283,9 +282,9 @@ class CallbackLane:
 
     def _next(self, comm: Communicator) -> Job | None:
         with self._changed:
-            while not self._waiting and not self._closed:
+            while not self._waiting and not self._closing.is_set():
                 self._changed.wait()
-            if self._closed:
+            if self._closing.is_set():
                 return None
             announced = np.array([next(iter(self._waiting))], np.uint64)
         comm.broadcast(announced, root=0)
@@ -294,7 +293,7 @@ class CallbackLane:
         with self._changed:
             while key not in self._waiting:
                 left = end - time.monotonic()
-                if self._closed:
+                if self._closing.is_set():
                     return None
                 if left <= 0:
                     raise DeadlineError(
@@ -343,7 +342,7 @@ class CallbackLane:
     def close(self) -> None:
         """Ends the lane; a call that is still under way ends with an error."""
         with self._changed:
-            self._closed = True
+            self._closing.set()
             thread, comm = self._thread, self._comm
             self._changed.notify_all()
         if thread is None:

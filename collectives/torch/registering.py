@@ -34,8 +34,11 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def _extend_rendezvous() -> None:
     # The attribute of this name in torch.distributed is a function.
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    by_environment = handlers["env"]
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    handlers = getattr(rendezvous, "_rendezvous_handlers", {})
+    by_environment = handlers.get("env")
+    if by_environment is None:  # another torch; `import torch` must not fail here
+        return
 
     @functools.wraps(by_environment)
     def by_environment_or_mpi(url: str, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +52,9 @@ def _extend_rendezvous() -> None:
 def _extend_monitored_barrier(dist: Any) -> None:
     """torch refuses monitored_barrier for all backends but Gloo, before it asks them."""
     c10d = dist.distributed_c10d
-    gloo_only = c10d.monitored_barrier
+    gloo_only = getattr(c10d, "monitored_barrier", None)
+    if gloo_only is None:
+        return
 
     @functools.wraps(gloo_only)
     def monitored_barrier(

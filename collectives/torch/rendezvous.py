@@ -12,7 +12,6 @@ from ..bootstrap.mpi import import_mpi
 from ..bootstrap.sources import mpi_launcher
 from ..errors import BootstrapError
 
-
 _met: list[int] = []  # the size of the world, once its ranks have met through MPI
 
 

@@ -4,15 +4,16 @@
     python tests/torch/suite.py --cases 'broadcast|reduce' --backends collectives
 
 The cases are those of torch/testing/_internal/distributed/distributed_test.py, which ships with
-torch. A backend from outside adds its name to the sets of `DistTestCases.backend_feature`. Many cases also
-ask whether the backend is Gloo, so this one gives its name as one that equals Gloo's: every case
-that is run on Gloo is run on this backend too, and takes the same way.
+torch. A backend from outside adds its name to the sets of `DistTestCases.backend_feature`. Many
+cases also ask whether the backend is Gloo, so this one gives its name as one that equals Gloo's:
+every case that is run on Gloo is run on this backend too, and takes the same way.
 
-Each case runs in ranks of its own. They are forked from a process that has imported torch and nothing of it
-has run, which takes the place of torch's `spawn`: importing torch takes longer than most cases.
+Each case runs in ranks of its own. They are forked from a process that has imported torch, and in
+which nothing of it has run, instead of torch's `spawn`: importing torch takes longer than most
+cases.
 
-The exit status is 1 if a case that Gloo passes, and that is not in EXCEPTIONS, does not pass on this
-backend.
+The exit status is 1 if a case that Gloo passes, and that is not in EXCEPTIONS, does not pass on
+this backend.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 # Cases that Gloo passes and this backend need not, with the reason.
-_WORDS = "compares the words of Gloo's error; this backend raises DeadlineError, in words of its own"
+_WORDS = (
+    "compares the words of Gloo's error; this backend raises DeadlineError, in words of its own"
+)
 EXCEPTIONS = {
     "test_barrier_timeout_full_group": _WORDS,
     "test_monitored_barrier_gloo": _WORDS,
@@ -104,9 +107,7 @@ def worker(backend: str, cases: str, seconds: int) -> None:
     os.dup2(2, 1)
     wanted = re.compile(cases)
     suite = unittest.TestSuite(
-        Cases(name)
-        for name in unittest.TestLoader().getTestCaseNames(Cases)
-        if wanted.search(name)
+        Cases(name) for name in unittest.TestLoader().getTestCaseNames(Cases) if wanted.search(name)
     )
     suite.run(Result())
 
@@ -124,8 +125,10 @@ def run(backend: str, cases: str, world: int, seconds: int, log: Path) -> dict[s
         }
         with log.open("w") as stderr:
             process = subprocess.Popen(
-                [sys.executable, __file__, "--worker", backend, "--cases", cases]
-                + ["--seconds", str(seconds)],
+                [
+                    *(sys.executable, __file__, "--worker", backend),
+                    *("--cases", cases, "--seconds", str(seconds)),
+                ],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -154,7 +157,7 @@ def first_line(why: str) -> str:
 def table(results: dict[str, dict[str, Any]]) -> str:
     rows = []
     for backend, outcomes in results.items():
-        count = {o: 0 for o in ("passed", "failed", "skipped")}
+        count = dict.fromkeys(("passed", "failed", "skipped"), 0)
         for said in outcomes.values():
             count[said["outcome"]] += 1
         seconds = sum(said["seconds"] for said in outcomes.values())

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import launch
+import pytest
 
 HERE = Path(__file__).resolve().parent
 
@@ -99,6 +98,14 @@ def test_import_of_torch_loads_no_core() -> None:
     )
     assert said.returncode == 0, said.stderr
     assert "group" not in said.stdout
+
+
+@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp2", "torch_zero"])
+def test_examples(name: str) -> None:
+    script = HERE.parents[1] / "examples" / f"{name}.py"
+    assert len(script.read_text().splitlines()) < 60
+    result = launch.run(2, script, launcher="fork", env=QUIET, timeout=110).expect(status=0)
+    assert "2 ranks: " in result.output
 
 
 SUBSET = (

@@ -398,6 +398,10 @@ def groups() -> None:
     native = dist.new_group(backend="gloo")
     dist.all_reduce(x := torch.ones(2), group=native)
     same(x, [float(n())] * 2)
+    mixed = dist.new_group(backend="cpu:gloo,cuda:collectives")
+    assert mixed.name() == "collectives"  # torch up to 2.13 knows no other way
+    dist.all_reduce(x := torch.ones(2), group=mixed)
+    same(x, [float(n())] * 2)
     world = dist.group.WORLD
     assert dist.get_backend() == "collectives" and world.name() == "collectives"
     assert world.group_desc == "default_pg" and repr(world).startswith("<CollectivesGroup")

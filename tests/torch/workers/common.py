@@ -26,13 +26,7 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def start(backend: str = "collectives", seconds: float = 60) -> tuple[int, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        backend,
-        init_method=os.environ["STORE"],
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=seconds),
-    )
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     return rank, size
 
 

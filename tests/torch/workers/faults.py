@@ -1,4 +1,4 @@
-"""What goes wrong is an error on every rank, and in works and futures. The argument names a part."""
+"""What goes wrong is an error on every rank, in works and futures too. The argument is a part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def disagreement() -> None:
 
 
 def wrong_arguments() -> None:
-    rank, size = start()
+    _rank, size = start()
     out = torch.empty(3)
     raises(ValueError, lambda: dist.group.WORLD.all_gather_single(out, torch.ones(4)), "3", "12")
     raises(ValueError, lambda: dist.group.WORLD.reduce_scatter_single(out, torch.ones(4)), "4", "9")
