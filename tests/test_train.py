@@ -172,7 +172,7 @@ def test_optimizers_as_torch_has_them(optimizer):
         g = random.normal(size=1000).astype(np.float32)
         theirs.grad = torch.tensor(g.astype(np.float64))
         other.step()
-        optimizer.update(w, g, state, optimizer.lr, step)
+        optimizer.update(w, g, state, optimizer.lr, step, np.empty_like(g))
     assert np.allclose(w, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 

@@ -39,14 +39,15 @@ class Optimizer:
             if not isinstance(number, bool) and not (math.isfinite(number) and number >= 0):
                 raise ValueError(f"{type(self).__name__}: {field.name}={number} must be >= 0")
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
-        """One step of optimizers that are not layerwise. w and state are written; g is used up.
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
+        """One step of optimizers that are not layerwise. w and state are written; g and work, an
+        array like it, are used up.
 
         step  counts from 1
         """
         raise NotImplementedError
 
-    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+    def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         """Layerwise: puts into g the array whose norm counts."""
         raise NotImplementedError
 
@@ -75,15 +76,17 @@ class SGD(Optimizer):
         if self.nesterov and not self.momentum:
             raise ValueError("SGD: nesterov needs momentum")
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
         if self.weight_decay:
-            g += w * self.weight_decay
+            namespace(w).multiply(w, self.weight_decay, out=work)
+            g += work
         if self.momentum:
             v = state["velocity"]
             v *= self.momentum
             v += g
             if self.nesterov:
-                g += v * self.momentum
+                namespace(v).multiply(v, self.momentum, out=work)
+                g += work
             else:
                 g[...] = v
         g *= lr
@@ -105,22 +108,26 @@ class _Moments(Optimizer):
         if self.beta1 >= 1 or self.beta2 >= 1:
             raise ValueError(f"{type(self).__name__}: beta1 and beta2 must be below 1")
 
-    def _moments(self, g: Any, state: State, step: int) -> None:
-        """Takes g into the moments, and puts m̂ / (√v̂ + eps) into g."""
+    def _moments(self, g: Any, state: State, step: int, factor: float, work: Any) -> None:
+        """Takes g into the moments, and puts factor m̂ / (√v̂ + eps) into g.
+
+        Both bias corrections are one number, as section 2 of the paper on Adam has it, with an eps
+        that makes up for it.
+        """
         xp = namespace(g)
         m, v = state["first"], state["second"]
-        term = g * (1 - self.beta1)
+        xp.multiply(g, 1 - self.beta1, out=work)
         m *= self.beta1
-        m += term
-        xp.multiply(g, g, out=term)
-        term *= 1 - self.beta2
+        m += work
+        g *= g
+        g *= 1 - self.beta2
         v *= self.beta2
-        v += term
-        xp.multiply(v, 1 / (1 - self.beta2**step), out=term)
-        xp.sqrt(term, out=term)
-        term += self.eps
-        xp.multiply(m, 1 / (1 - self.beta1**step), out=g)
-        g /= term
+        v += g
+        second = math.sqrt(1 - self.beta2**step)
+        xp.sqrt(v, out=work)
+        work += self.eps * second
+        xp.divide(m, work, out=g)
+        g *= factor * second / (1 - self.beta1**step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +136,11 @@ class Adam(_Moments):
     adds to the gradient.
     """
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
         if self.weight_decay:
-            g += w * self.weight_decay
-        self._moments(g, state, step)
-        g *= lr
+            namespace(w).multiply(w, self.weight_decay, out=work)
+            g += work
+        self._moments(g, state, step, lr, work)
         w -= g
 
 
@@ -145,9 +152,8 @@ class AdamW(_Moments):
 
     weight_decay: float = 0.01
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
-        self._moments(g, state, step)
-        g *= lr
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
+        self._moments(g, state, step, lr, work)
         if self.weight_decay:
             w *= 1 - lr * self.weight_decay
         w -= g
@@ -166,7 +172,7 @@ class LARS(Optimizer):
     slots: ClassVar[tuple[str, ...]] = ("velocity",)
     layerwise: ClassVar[bool] = True
 
-    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+    def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         return
 
     def trust(self, weight_norm: float, norm: float) -> float:
@@ -195,10 +201,11 @@ class LAMB(_Moments):
 
     layerwise: ClassVar[bool] = True
 
-    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
-        self._moments(g, state, step)
+    def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
+        self._moments(g, state, step, 1.0, work)
         if self.weight_decay:
-            g += w * self.weight_decay
+            namespace(w).multiply(w, self.weight_decay, out=work)
+            g += work
 
     def trust(self, weight_norm: float, norm: float) -> float:
         return weight_norm / norm if weight_norm and norm else 1.0
