@@ -4,10 +4,10 @@
 
 A network of 10.3 million float32 parameters (five layers of 1,436) and AdamW, on batches of 64 a
 rank, one thread a rank. All take the same steps from the same parameters, in turns, so that what
-else the machine does meets all alike; the first rounds are not counted. DDP has torch's fused AdamW,
-and gradients that are views of its buckets. Rank 0 prints the median and the 90th percentile of the
-steps, each as long as the slowest rank took, and what of our communication backward hid; --trace
-writes a trace for Chrome or Perfetto.
+else the machine does meets all alike; the first rounds are not counted. DDP has torch's fused
+AdamW, and gradients that are views of its buckets. Rank 0 prints the median and the 90th percentile
+of the steps, each as long as the slowest rank took, and what of our communication backward hid;
+--trace writes a trace for Chrome or Perfetto.
 """
 
 from __future__ import annotations

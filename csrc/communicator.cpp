@@ -44,9 +44,7 @@ class Busy {
   std::atomic<bool>& flag_;
 };
 
-double steady_seconds() {
-  return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
+double steady_seconds() { return duration<double>(steady_clock::now().time_since_epoch()).count(); }
 
 std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
   std::uint64_t h = 0x9e3779b97f4a7c15ULL;

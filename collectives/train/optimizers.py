@@ -14,6 +14,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
+from .. import _core
 from ..array import namespace
 
 State = Mapping[str, Any]
@@ -46,6 +49,12 @@ class Optimizer:
         step  counts from 1
         """
         raise NotImplementedError
+
+    def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
+        """The same as `update` for g times `coefficient`, with g only read, in one pass through
+        memory, where there is such a thing; False where there is none and nothing was done.
+        """
+        return False
 
     def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         """Layerwise: puts into g the array whose norm counts."""
@@ -123,11 +132,40 @@ class _Moments(Optimizer):
         g *= 1 - self.beta2
         v *= self.beta2
         v += g
-        second = math.sqrt(1 - self.beta2**step)
+        eps, corrected = self._corrections(step, factor)
         xp.sqrt(v, out=work)
-        work += self.eps * second
+        work += eps
         xp.divide(m, work, out=g)
-        g *= factor * second / (1 - self.beta1**step)
+        g *= corrected
+
+    def _corrections(self, step: int, factor: float) -> tuple[float, float]:
+        """eps, and the factor, with the bias corrections of both moments."""
+        second = math.sqrt(1 - self.beta2**step)
+        return self.eps * second, factor * second / (1 - self.beta1**step)
+
+    def _one_pass(
+        self,
+        w: Any,
+        g: Any,
+        coefficient: float,
+        state: State,
+        lr: float,
+        step: int,
+        *,
+        l2: float = 0.0,
+        decay: float = 1.0,
+    ) -> bool:
+        m, v = state["first"], state["second"]
+        arrays = (w, g, m, v)
+        if not all(isinstance(x, np.ndarray) and x.flags.c_contiguous for x in arrays):
+            return False
+        if w.dtype not in (np.float32, np.float64) or g.dtype != w.dtype:
+            return False
+        eps, factor = self._corrections(step, lr)
+        numbers = (coefficient, l2, decay, self.beta1, self.beta2, eps, factor)
+        at_w, at_g, at_m, at_v = (x.ctypes.data for x in arrays)
+        _core.adam(w.dtype == np.float64, at_w, at_g, at_m, at_v, w.size, numbers)
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +181,9 @@ class Adam(_Moments):
         self._moments(g, state, step, lr, work)
         w -= g
 
+    def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
+        return self._one_pass(w, g, coefficient, state, lr, step, l2=self.weight_decay)
+
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(_Moments):
@@ -157,6 +198,10 @@ class AdamW(_Moments):
         if self.weight_decay:
             w *= 1 - lr * self.weight_decay
         w -= g
+
+    def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
+        decay = 1 - lr * self.weight_decay
+        return self._one_pass(w, g, coefficient, state, lr, step, decay=decay)
 
 
 @dataclasses.dataclass(frozen=True)

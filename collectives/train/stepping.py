@@ -53,13 +53,18 @@ class Stepper:
                 size = min(_BLOCK, shard.high - shard.low)
                 scratch = [namespace(shard.master).empty_like(shard.master[:size]) for _ in "gw"]
                 for low, high, optimizer in self._runs(shard, unused):
+                    w, grad = shard.master[low:high], shard.grad[low:high]
+                    state = {k: v[low:high] for k, v in shard.state.items()}
+                    lr = optimizer.lr * factor
+                    if optimizer.fused(w, grad, coefficient, state, lr, step):
+                        continue
                     for at in range(low, high, _BLOCK):
                         end = min(high, at + _BLOCK)
                         g, work = (x[: end - at] for x in scratch)
                         self._gradient(shard, at, end, coefficient, g)
                         state = {k: v[at:end] for k, v in shard.state.items()}
                         w = shard.master[at:end]
-                        optimizer.update(w, g, state, optimizer.lr * factor, step, work)
+                        optimizer.update(w, g, state, lr, step, work)
                 works.append(self._store.publish(shard))  # travels while the next one is stepped
         for work in works:
             if work is not None:
