@@ -130,6 +130,16 @@ class MpiTransport:
     @property
     def abi(self) -> str: ...
 
+# One step of Adam on arrays at addresses; step: coefficient, l2, decay, beta1, beta2, eps, factor.
+def adam(
+    wide: bool,
+    w: int,
+    g: int,
+    first: int,
+    second: int,
+    count: int,
+    step: tuple[float, float, float, float, float, float, float],
+) -> None: ...
 def loaded_mpi() -> dict[str, str]: ...
 
 # GPUs.

@@ -7,8 +7,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstring>
+#include <type_traits>
 
+#include "adam.hpp"
 #include "bench.hpp"
 #include "communicator.hpp"
 #include "device.hpp"
@@ -366,6 +369,25 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("version", [](MpiTransport& t) { return t.mpi().version(); })
       .def_property_readonly("abi",
                              [](MpiTransport& t) { return std::string{name_of(t.mpi().abi())}; });
+  m.def(
+      "adam",
+      [](bool wide, std::uintptr_t w, std::uintptr_t g, std::uintptr_t first, std::uintptr_t second,
+         std::size_t count, const std::array<double, 7>& s) {
+        const AdamStep step{s[0], s[1], s[2], s[3], s[4], s[5], s[6]};
+        const auto run = [&](auto* kind) {
+          using T = std::remove_pointer_t<decltype(kind)>;
+          adam(reinterpret_cast<T*>(w), reinterpret_cast<const T*>(g), reinterpret_cast<T*>(first),
+               reinterpret_cast<T*>(second), count, step);
+        };
+        py::gil_scoped_release release;
+        if (wide) {
+          run(static_cast<double*>(nullptr));
+        } else {
+          run(static_cast<float*>(nullptr));
+        }
+      },
+      py::arg("wide"), py::arg("w"), py::arg("g"), py::arg("first"), py::arg("second"),
+      py::arg("count"), py::arg("step"));
   m.def("loaded_mpi", [] {
     const auto mpi = mpi_from_loaded_library();
     py::dict d;

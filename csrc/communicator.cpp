@@ -49,9 +49,7 @@ class Busy {
   std::atomic<bool>& flag_;
 };
 
-double steady_seconds() {
-  return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
+double steady_seconds() { return duration<double>(steady_clock::now().time_since_epoch()).count(); }
 
 // True if two numberings part the ranks alike.
 bool parted_alike(const std::vector<int>& one, const std::vector<int>& other) {

@@ -172,8 +172,33 @@ def test_optimizers_as_torch_has_them(optimizer):
         g = random.normal(size=1000).astype(np.float32)
         theirs.grad = torch.tensor(g.astype(np.float64))
         other.step()
-        optimizer.update(w, g, state, optimizer.lr, step)
+        optimizer.update(w, g, state, optimizer.lr, step, np.empty_like(g))
     assert np.allclose(w, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS[3:5], Adam(lr=0.1), AdamW(1e-3, 0.0)], ids=str)
+def test_one_pass_has_the_bits_of_many(optimizer, dtype):
+    """At every length, alignment and size of numbers, also those that under- and overflow."""
+    random = np.random.default_rng(0)
+    for count, low in [(1, 0), (7, 1), (64, 3), (1000, 5)]:
+        size = 10.0 ** random.integers(-25, 12, low + count)
+        w, g, m, v = (
+            (random.normal(size=low + count) * size).astype(dtype)[low:] for _ in range(4)
+        )
+        v = np.abs(v)
+        g[0], m[0], v[0] = 0, -0.0, 0
+        slow = {"first": m.copy(), "second": v.copy()}
+        fast = {"first": m.copy(), "second": v.copy()}
+        w_slow, w_fast = w.copy(), w.copy()
+        with np.errstate(all="ignore"):
+            for step in (1, 2, 9):
+                scaled = g * np.dtype(dtype).type(0.3)
+                optimizer.update(w_slow, scaled, slow, 0.01, step, np.empty_like(g))
+                assert optimizer.fused(w_fast, g, 0.3, fast, 0.01, step)
+        assert w_slow.tobytes() == w_fast.tobytes()
+        assert models.bits(slow) == models.bits(fast)
+    assert not optimizer.fused(w, np.zeros_like(g, np.float16), 1.0, fast, 0.01, 1)
 
 
 def layerwise_by_the_paper(optimizer, w, grads):

@@ -14,6 +14,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
+from .. import _core
 from ..array import namespace
 
 State = Mapping[str, Any]
@@ -39,14 +42,21 @@ class Optimizer:
             if not isinstance(number, bool) and not (math.isfinite(number) and number >= 0):
                 raise ValueError(f"{type(self).__name__}: {field.name}={number} must be >= 0")
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
-        """One step of optimizers that are not layerwise. w and state are written; g is used up.
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
+        """One step of optimizers that are not layerwise. w and state are written; g and work, an
+        array like it, are used up.
 
         step  counts from 1
         """
         raise NotImplementedError
 
-    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+    def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
+        """The same as `update` for g times `coefficient`, with g only read, in one pass through
+        memory, where there is such a thing; False where there is none and nothing was done.
+        """
+        return False
+
+    def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         """Layerwise: puts into g the array whose norm counts."""
         raise NotImplementedError
 
@@ -75,15 +85,17 @@ class SGD(Optimizer):
         if self.nesterov and not self.momentum:
             raise ValueError("SGD: nesterov needs momentum")
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
         if self.weight_decay:
-            g += w * self.weight_decay
+            namespace(w).multiply(w, self.weight_decay, out=work)
+            g += work
         if self.momentum:
             v = state["velocity"]
             v *= self.momentum
             v += g
             if self.nesterov:
-                g += v * self.momentum
+                namespace(v).multiply(v, self.momentum, out=work)
+                g += work
             else:
                 g[...] = v
         g *= lr
@@ -105,22 +117,55 @@ class _Moments(Optimizer):
         if self.beta1 >= 1 or self.beta2 >= 1:
             raise ValueError(f"{type(self).__name__}: beta1 and beta2 must be below 1")
 
-    def _moments(self, g: Any, state: State, step: int) -> None:
-        """Takes g into the moments, and puts m̂ / (√v̂ + eps) into g."""
+    def _moments(self, g: Any, state: State, step: int, factor: float, work: Any) -> None:
+        """Takes g into the moments, and puts factor m̂ / (√v̂ + eps) into g.
+
+        Both bias corrections are one number, as section 2 of the paper on Adam has it, with an eps
+        that makes up for it.
+        """
         xp = namespace(g)
         m, v = state["first"], state["second"]
-        term = g * (1 - self.beta1)
+        xp.multiply(g, 1 - self.beta1, out=work)
         m *= self.beta1
-        m += term
-        xp.multiply(g, g, out=term)
-        term *= 1 - self.beta2
+        m += work
+        g *= g
+        g *= 1 - self.beta2
         v *= self.beta2
-        v += term
-        xp.multiply(v, 1 / (1 - self.beta2**step), out=term)
-        xp.sqrt(term, out=term)
-        term += self.eps
-        xp.multiply(m, 1 / (1 - self.beta1**step), out=g)
-        g /= term
+        v += g
+        eps, corrected = self._corrections(step, factor)
+        xp.sqrt(v, out=work)
+        work += eps
+        xp.divide(m, work, out=g)
+        g *= corrected
+
+    def _corrections(self, step: int, factor: float) -> tuple[float, float]:
+        """eps, and the factor, with the bias corrections of both moments."""
+        second = math.sqrt(1 - self.beta2**step)
+        return self.eps * second, factor * second / (1 - self.beta1**step)
+
+    def _one_pass(
+        self,
+        w: Any,
+        g: Any,
+        coefficient: float,
+        state: State,
+        lr: float,
+        step: int,
+        *,
+        l2: float = 0.0,
+        decay: float = 1.0,
+    ) -> bool:
+        m, v = state["first"], state["second"]
+        arrays = (w, g, m, v)
+        if not all(isinstance(x, np.ndarray) and x.flags.c_contiguous for x in arrays):
+            return False
+        if w.dtype not in (np.float32, np.float64) or g.dtype != w.dtype:
+            return False
+        eps, factor = self._corrections(step, lr)
+        numbers = (coefficient, l2, decay, self.beta1, self.beta2, eps, factor)
+        at_w, at_g, at_m, at_v = (x.ctypes.data for x in arrays)
+        _core.adam(w.dtype == np.float64, at_w, at_g, at_m, at_v, w.size, numbers)
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +174,15 @@ class Adam(_Moments):
     adds to the gradient.
     """
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
         if self.weight_decay:
-            g += w * self.weight_decay
-        self._moments(g, state, step)
-        g *= lr
+            namespace(w).multiply(w, self.weight_decay, out=work)
+            g += work
+        self._moments(g, state, step, lr, work)
         w -= g
+
+    def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
+        return self._one_pass(w, g, coefficient, state, lr, step, l2=self.weight_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +193,15 @@ class AdamW(_Moments):
 
     weight_decay: float = 0.01
 
-    def update(self, w: Any, g: Any, state: State, lr: float, step: int) -> None:
-        self._moments(g, state, step)
-        g *= lr
+    def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
+        self._moments(g, state, step, lr, work)
         if self.weight_decay:
             w *= 1 - lr * self.weight_decay
         w -= g
+
+    def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
+        decay = 1 - lr * self.weight_decay
+        return self._one_pass(w, g, coefficient, state, lr, step, decay=decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +217,7 @@ class LARS(Optimizer):
     slots: ClassVar[tuple[str, ...]] = ("velocity",)
     layerwise: ClassVar[bool] = True
 
-    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
+    def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         return
 
     def trust(self, weight_norm: float, norm: float) -> float:
@@ -195,10 +246,11 @@ class LAMB(_Moments):
 
     layerwise: ClassVar[bool] = True
 
-    def direction(self, w: Any, g: Any, state: State, step: int) -> None:
-        self._moments(g, state, step)
+    def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
+        self._moments(g, state, step, 1.0, work)
         if self.weight_decay:
-            g += w * self.weight_decay
+            namespace(w).multiply(w, self.weight_decay, out=work)
+            g += work
 
     def trust(self, weight_norm: float, norm: float) -> float:
         return weight_norm / norm if weight_norm and norm else 1.0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..array import namespace
 from .norms import sums_of_squares
 from .optimizers import Optimizer
 from .sharding import Piece, Shard, Store, host
@@ -14,7 +15,9 @@ from .sharding import Piece, Shard, Store, host
 if TYPE_CHECKING:
     from ..work import Work
 
-_BLOCK = 32 * 1024  # elements that are stepped at a time: their arrays stay in the cache
+# Elements that are stepped at a time, so that their arrays stay in the cache. AdamW on 10.3 million
+# float32 in blocks of 4, 8, 16, 32, 64 Ki took 43, 37, 33, 30, 28 ms (one core, Xeon).
+_BLOCK = 64 * 1024
 
 
 class Stepper:
@@ -47,27 +50,36 @@ class Stepper:
             works = [self._store.publish(shard) for shard in self._store.shards]
         else:
             for shard in self._store.shards:
+                size = min(_BLOCK, shard.high - shard.low)
+                scratch = [namespace(shard.master).empty_like(shard.master[:size]) for _ in "gw"]
                 for low, high, optimizer in self._runs(shard, unused):
+                    w, grad = shard.master[low:high], shard.grad[low:high]
+                    state = {k: v[low:high] for k, v in shard.state.items()}
+                    lr = optimizer.lr * factor
+                    if optimizer.fused(w, grad, coefficient, state, lr, step):
+                        continue
                     for at in range(low, high, _BLOCK):
                         end = min(high, at + _BLOCK)
-                        g = self._gradient(shard, at, end, coefficient)
+                        g, work = (x[: end - at] for x in scratch)
+                        self._gradient(shard, at, end, coefficient, g)
                         state = {k: v[at:end] for k, v in shard.state.items()}
                         w = shard.master[at:end]
-                        optimizer.update(w, g, state, optimizer.lr * factor, step)
+                        optimizer.update(w, g, state, lr, step, work)
                 works.append(self._store.publish(shard))  # travels while the next one is stepped
         for work in works:
             if work is not None:
                 work.wait()
 
-    def _gradient(self, shard: Shard, low: int, high: int, coefficient: float) -> Any:
+    def _gradient(self, shard: Shard, low: int, high: int, coefficient: float, out: Any) -> None:
         """A part of the gradient in full precision, unscaled and clipped."""
         grad = shard.grad[low:high]
         if self._store.offload:
             grad = host(grad)
-        grad = grad.astype(shard.master.dtype)
-        if coefficient != 1.0:
-            grad *= coefficient
-        return grad
+        if grad.dtype == out.dtype:
+            namespace(out).multiply(grad, coefficient, out=out)
+        else:
+            out[...] = grad
+            out *= coefficient
 
     def _runs(self, shard: Shard, unused: frozenset[str]) -> list[tuple[int, int, Optimizer]]:
         """Neighbouring pieces with one optimizer, as one."""
@@ -93,10 +105,11 @@ class Stepper:
             if piece.name in unused:
                 continue
             optimizer = self._optimizers[self._number[piece.name]]
-            g = self._gradient(shard, piece.low, piece.high, coefficient)
             w = shard.master[piece.low : piece.high]
+            g, work = (namespace(w).empty_like(w) for _ in "gw")
+            self._gradient(shard, piece.low, piece.high, coefficient, g)
             state = {k: v[piece.low : piece.high] for k, v in shard.state.items()}
-            optimizer.direction(w, g, state, step)
+            optimizer.direction(w, g, state, step, work)
             held.append((piece, w, g, state))
             parts += [(2 * number[piece.name], w), (2 * number[piece.name] + 1, g)]
         norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))
