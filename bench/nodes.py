@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -29,18 +30,18 @@ from virtual_hosts import VirtualHosts  # noqa: E402
 
 RATES = {"1gbit": 1e9 / 8, "10gbit": 10e9 / 8}  # bytes per second
 HIERARCHICAL = "hierarchical(direct_two_shot, halving_doubling)"
-PARTS: dict[str, tuple[list[int], list[str]]] = {
-    "auto": (
-        [2, 2],
-        ["bench", "-b", "4", "-e", "64M", "-f", "4", "--in-place", "--seconds", "0.4"],
-    ),
-    "one": (
-        [1, 1],
-        ["bench", "-b", "4", "-e", "64M", "-f", "4", "--in-place", "--seconds", "0.4"],
-    ),
+# Ranks of each host, the command, and its sizes. Which ranks share a core differs from launch to
+# launch, and with it the times: each is measured in several.
+LAUNCHES = 3
+SMALL = ["-b", "4", "-e", "1M", "-f", "4", "--seconds", "0.15"]
+LARGE = ["-b", "4M", "-e", "64M", "-f", "4", "--seconds", "1"]
+PARTS: dict[str, tuple[list[int], list[str], list[list[str]]]] = {
+    "auto": ([2, 2], ["bench", "--in-place"], [SMALL, LARGE]),
+    "one": ([1, 1], ["bench", "--in-place"], [SMALL, LARGE]),
     "ring": (
         [2, 2],
-        ["compare", "-b", "1M", "-e", "64M", "-f", "4", "--seconds", "0.4"],
+        ["compare", "--only", HIERARCHICAL, "--only", "ring"],
+        [["-b", "1M", "-e", "64M", "-f", "4", "--seconds", "0.7"]],
     ),
 }
 WIRE = (
@@ -85,11 +86,35 @@ def measure(environment: Path, rates: list[str], parts: list[str]) -> None:
                 if part == "wire":
                     file.write_text(json.dumps(wire(hosts, environment), indent=1) + "\n")
                     continue
-                ranks, words = PARTS[part]
-                if part == "ring":
-                    words = [*words, "--only", HIERARCHICAL, "--only", "ring"]
-                words = ["-m", "collectives", *words, "--peer", "mpi", "--json", str(file)]
-                print(start(hosts, ranks, environment, words))
+                ranks, words, sizes = PARTS[part]
+                found = []
+                for more in sizes * LAUNCHES:
+                    line = ["-m", "collectives", *words, *more, "--peer", "mpi"]
+                    print(start(hosts, ranks, environment, [*line, "--json", str(file)]))
+                    found.append(json.loads(file.read_text()))
+                rows = medians([row for one in found for row in one["rows"]])
+                content = {"header": found[0]["header"], "launches": LAUNCHES, "rows": rows}
+                file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each size and algorithm: medians over launches, also of the ratio to the peer."""
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["bytes"], row["algorithm"]), []).append(row)
+    found = []
+    for group in groups.values():
+        row = dict(group[0])
+        for name in ("time_us", "p99_us", "algbw_gbs", "busbw_gbs"):
+            row[name] = statistics.median(r[name] for r in group)
+        row["wrong"] = sum(r["wrong"] for r in group)
+        peers = [r["peers"][0] for r in group]
+        row["peers"] = [
+            peers[0]
+            | {name: statistics.median(p[name] for p in peers) for name in ("time_us", "ratio")}
+        ]
+        found.append(row)
+    return sorted(found, key=lambda r: r["bytes"])
 
 
 def wire(hosts: VirtualHosts, environment: Path) -> list[dict[str, Any]]:

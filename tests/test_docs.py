@@ -113,6 +113,7 @@ def test_python_block(block, tmp_path):
 SHORT = {
     "bench": ["-e", "1K", "--seconds", "0.01"],
     "compare": ["-e", "4K", "-f", "32", "--seconds", "0.01"],
+    "tune": ["-e", "64", "--collective", "all_reduce", "--seconds", "0.01"],
 }
 
 

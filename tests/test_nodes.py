@@ -162,7 +162,7 @@ if MATRIX:
     @pytest.mark.slow
     @pytest.mark.timeout(900)
     @pytest.mark.parametrize("round_robin", [False, True], ids=["blocks", "round robin"])
-    @pytest.mark.parametrize("ranks", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("ranks", LAYOUTS, ids=lambda r: "+".join(map(str, r)))
     @pytest.mark.parametrize("launcher", MPIS)
     def test_matrix(launcher, ranks, round_robin):
         if round_robin and launcher == "mpich" and len(set(ranks)) > 1:

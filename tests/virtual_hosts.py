@@ -97,11 +97,10 @@ class Placement(NamedTuple):
         program, rest = start[0], list(start[1:])
         agent = str(self.hosts.agent)
         if launcher == "openmpi":
-            # Slots as asked for, mapped by slot or by node; quiet waits yield, since each virtual
-            # host believes that it has all cores to itself.
+            # As many slots as ranks. Quiet waits yield: each host believes that it has all cores.
             names = ",".join(f"h{i}:{count}" for i, count in enumerate(self.ranks))
             by = "node" if self.round_robin else "slot"
-            options = ["--host", names, "--map-by", f"{by}:OVERSUBSCRIBE", "--bind-to", "none"]
+            options = ["--host", names, "--map-by", f"{by}:NOOVERSUBSCRIBE", "--bind-to", "none"]
             options += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", "eth0"]
             options += ["--pmixmca", "ptl_tcp_if_include", "lo,eth0", "--mca", "pml", "ob1"]
             options += ["--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"]
