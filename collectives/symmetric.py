@@ -46,7 +46,8 @@ class SymmetricMemory:
             raise ValueError(f"shape {tuple(shape)} has negative lengths")
         nbytes = int(np.prod(shape, dtype=np.int64)) * _core.itemsizes[name]
         mine = {"bytes": nbytes, "handle": self._core.make_segment(nbytes)}
-        answers = [json.loads(b) for b in self._bootstrap.all_gather(json.dumps(mine).encode())]
+        said = self._bootstrap.all_gather(json.dumps(mine).encode(), what="empty")
+        answers = [json.loads(b) for b in said]
         sizes = {a["bytes"] for a in answers}
         if len(sizes) > 1:
             words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))

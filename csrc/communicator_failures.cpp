@@ -140,8 +140,14 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
   }
   const double waited = duration<double>(now - since).count();
   if (waited > config_.timeout_s) {
+    // The rank that is waited for may itself wait for another.
+    std::string missing;
+    if (gate_)
+      for (const int number : gate_->missing())
+        missing += (missing.empty() ? ". Not in this call: rank " : ", rank ") +
+                   std::to_string(number);
     const std::string text =
-        "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
+        "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() + missing +
         ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
     fail(ErrorKind::deadline, text, where.peer);
   }

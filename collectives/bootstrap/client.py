@@ -64,6 +64,7 @@ class Tcp(Base):
     group     name of the group; names that begin with "world" are those of all ranks
     hosted    the server, if it runs in this process and ends with this object
     heartbeat seconds until a host that vanished is noticed
+    parent    the group that this is a part of; nothing is waited for once that is broken
 
     Raises BootstrapError if nothing listens in time, a rank is missing, or this one does not belong
     here.
@@ -83,6 +84,7 @@ class Tcp(Base):
         group: str = "world",
         hosted: Hosted | None = None,
         heartbeat: float = DEFAULT_HEARTBEAT,
+        parent: Tcp | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -93,7 +95,9 @@ class Tcp(Base):
         self._group = group
         self._hosted = hosted
         self._heartbeat = heartbeat
-        self._host = "rank 0, unless a launcher"  # who runs the server, until it has told
+        self._parent = parent
+        # Who runs the server; it tells when all are there.
+        self._host = parent._host if parent is not None else "rank 0 (or a launcher)"
         self._lock = threading.Lock()  # one call at a time
         self._send_lock = threading.Lock()  # one frame at a time: abort does not wait for a call
         self._failure: Failure | None = None
@@ -101,6 +105,7 @@ class Tcp(Base):
         deadline = time.monotonic() + timeout
         try:
             self._sock, self._link = self._connect(deadline)
+            self._parent = None
         except BaseException:
             self._release()
             raise
@@ -134,6 +139,8 @@ class Tcp(Base):
             except OSError as error:
                 if isinstance(error, CollectiveError):
                     raise
+                if self._parent is not None:
+                    self._parent.check()
                 if time.monotonic() + pause >= deadline:
                     raise BootstrapError(
                         f"rank {self.rank} of {self.size} reached no rendezvous at {self._where} "
@@ -274,6 +281,7 @@ class Tcp(Base):
             group=part_name(self.job, name),
             hosted=self._hosted.share() if self._hosted is not None else None,
             heartbeat=self._heartbeat,
+            parent=self,
         )
 
     def check(self) -> None:

@@ -105,7 +105,7 @@ def draw(seed: int, number: int, ranks: int) -> Plan:
         # Moments last from a millisecond (shrink) to some tens (init, a large call).
         delay=rng.choice((0.0, rng.uniform(0, 0.004), rng.uniform(0, 0.04))),
         server=rng.choice(("rank 0", "apart")),
-        timeout=2.0 if kind == "sigstop" or moment in ("before init", "in init") else 20.0,
+        timeout=1.5 if kind == "sigstop" or moment in ("before init", "in init") else 20.0,
         collective=collective,
         algorithm=rng.choice([None, *known]),
         count=rng.choice(COUNTS),
