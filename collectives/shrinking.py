@@ -83,9 +83,7 @@ class Shrinking:
         pause = 0.0
         while (members := council.decided(attempt)) is None:
             here = [q for q in range(council.size) if council.joined(q) >= attempt]
-            missing = [
-                q for q in range(council.size) if q not in here and not council.gone(q)
-            ]
+            missing = [q for q in range(council.size) if q not in here and not council.gone(q)]
             if not missing or time.monotonic() > end:
                 members = council.propose(attempt, [q for q in here if council.gone(q) != "died"])
                 break

@@ -382,9 +382,9 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
       .def(py::init([](const std::string& name, int rank, int nranks, std::vector<int> node,
-                       std::vector<int> local_of, std::shared_ptr<Region> region, std::shared_ptr<MpiTransport> mpi,
-                       bool threads, const HostTuning& tuning, bool can_pull,
-                       std::size_t slot_bytes, double timeout) {
+                       std::vector<int> local_of, std::shared_ptr<Region> region,
+                       std::shared_ptr<MpiTransport> mpi, bool threads, const HostTuning& tuning,
+                       bool can_pull, std::size_t slot_bytes, double timeout) {
              CommunicatorConfig config;
              config.name = name;
              config.rank = rank;
@@ -401,8 +401,8 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<Communicator>(std::move(config));
            }),
            py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("nranks"), py::arg("node"),
-           py::arg("local_of"), py::arg("region"), py::arg("mpi"), py::arg("threads"), py::arg("tuning"),
-           py::arg("can_pull"), py::arg("slot_bytes"), py::arg("timeout"))
+           py::arg("local_of"), py::arg("region"), py::arg("mpi"), py::arg("threads"),
+           py::arg("tuning"), py::arg("can_pull"), py::arg("slot_bytes"), py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transports", &Communicator::transports)

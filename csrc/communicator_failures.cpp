@@ -82,9 +82,7 @@ std::string Communicator::why_broken() const {
 }
 
 // True if a rank of the region has given up.
-bool Communicator::told_to_stop() const {
-  return config_.region && config_.region->gave_up();
-}
+bool Communicator::told_to_stop() const { return config_.region && config_.region->gave_up(); }
 
 void Communicator::raise_told(const std::string& doing) {
   const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
@@ -144,8 +142,8 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     std::string missing;
     if (gate_)
       for (const int number : gate_->missing())
-        missing += (missing.empty() ? ". Not in this call: rank " : ", rank ") +
-                   std::to_string(number);
+        missing +=
+            (missing.empty() ? ". Not in this call: rank " : ", rank ") + std::to_string(number);
     const std::string text =
         "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() + missing +
         ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";

@@ -95,8 +95,8 @@ struct alignas(128) RankArea {
 
 // What ranks settle with each other when calls no longer work (council.hpp). A seat has one writer,
 // its rank; the table has all.
-inline constexpr int kAttempts = 16;       // that are remembered
-inline constexpr int kMemberWords = 4;     // a bit for each of up to 256 ranks
+inline constexpr int kAttempts = 16;    // that are remembered
+inline constexpr int kMemberWords = 4;  // a bit for each of up to 256 ranks
 inline constexpr std::size_t kMailBytes = 32 << 10;
 struct alignas(128) Letter {
   std::atomic<std::uint64_t> mark;  // odd while it is written
@@ -174,8 +174,8 @@ class Region {
   int fd_ = -1;
   std::uint64_t cookie_ = 0;
   // Offsets of the parts.
-  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,
-              fifo_data_ = 0;
+  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0,
+              fifo_headers_ = 0, fifo_data_ = 0;
 };
 
 // True if this process may read the memory of process `pid`, tried on 8 bytes at `address` that

@@ -95,7 +95,7 @@ def killed(**changes):
             Report(rank, "shrunk", 10.3, {"size": 2, "rank": new, "attempts": 1}),
             Report(rank, "done", 10.4, {}),
         ]
-    whole = Outcome(drawn, reports, {1: 10.0}, [0, -9, 0], [], [], 1.0)
+    whole = Outcome(drawn, reports, {1: 10.0}, [0, -9, 0], [], [], 1.0, 0.0)
     return whole._replace(**changes)
 
 
@@ -169,5 +169,13 @@ def test_a_stopped_rank_may_take_as_long_as_the_deadline():
 
 
 def test_ranks_that_a_message_names():
-    assert ranks_in("rank 3 died; ranks 0-2, 5 came, ranks 7 and 9 have not") == {3, 0, 1, 2, 5, 7, 9}
+    assert ranks_in("rank 3 died; ranks 0-2, 5 came, ranks 7 and 9 have not") == {
+        3,
+        0,
+        1,
+        2,
+        5,
+        7,
+        9,
+    }
     assert ranks_in("4 ranks, and rank x") == set()

@@ -97,7 +97,7 @@ class Tcp(Base):
         self._heartbeat = heartbeat
         self._parent = parent
         # Who runs the server; it tells when all are there.
-        self._host = parent._host if parent is not None else "rank 0 (or a launcher)"
+        self._host: str = parent._host if parent is not None else "rank 0 (or a launcher)"
         self._lock = threading.Lock()  # one call at a time
         self._send_lock = threading.Lock()  # one frame at a time: abort does not wait for a call
         self._failure: Failure | None = None
@@ -256,8 +256,8 @@ class Tcp(Base):
     def _lost(self, why: str) -> Failure:
         return failure_of(
             PeerDiedError,
-            f"rank {self.rank} lost the rendezvous at {self._where}: {why}; has {self._host}, which "
-            "hosts it, died?",
+            f"rank {self.rank} lost the rendezvous at {self._where}: {why}; has {self._host}, "
+            "which hosts it, died?",
         )
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
@@ -337,7 +337,7 @@ class Tcp(Base):
             self._closed = True
             try:
                 if self._failure is None:
-                    self._sock.settimeout(GRACE)
+                    self._sock.settimeout(min(GRACE, self.timeout))
                     with self._send_lock:
                         self._sock.sendall(self._link.seal(GOODBYE, b""))
                     # The server hangs up once it has read the goodbye; leaving before that could
