@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ..communicator import Communicator
     from .plan import Plan
 
-# Seconds that shrink waits for a rank that lives and does not come: who asks a server that is stopped
-# may raise so much later than who waits for a rank.
+# Seconds that shrink waits for a rank that lives and does not come. Who asks a server that is
+# stopped may raise so much later than who waits for a rank.
 _PATIENCE = 1.0
 _PATIENCE_WITH_SERVER = 12.0
 _ATTEMPTS = 3
