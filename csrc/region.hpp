@@ -82,6 +82,10 @@ struct alignas(128) RankArea {
   Doorbell doorbell;
   std::atomic<std::uint32_t> state;
   std::atomic<std::int32_t> process;
+  // From slow waits, about once a millisecond: 1 + the local rank that is waited for (0: none), and
+  // when, in nanoseconds of the clock that all processes of a host share.
+  std::atomic<std::int32_t> waits_on;
+  std::atomic<std::int64_t> looked_at;
   alignas(128) Arrival arrival[2];  // by parity of the call's sequence
   alignas(128) Signature signature[2];
   Counter published;  // staging slots of mine that hold data
