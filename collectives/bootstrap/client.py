@@ -96,6 +96,8 @@ class Tcp(Base):
         self._hosted = hosted
         self._heartbeat = heartbeat
         self._parent = parent
+        # The server of a part was there before: one that says nothing is late, and no stranger.
+        self._silence = BootstrapError if parent is None else DeadlineError
         # Who runs the server; it tells when all are there.
         self._host: str = parent._host if parent is not None else "rank 0 (or a launcher)"
         self._lock = threading.Lock()  # one call at a time
@@ -142,7 +144,7 @@ class Tcp(Base):
                 if self._parent is not None:
                     self._parent.check()
                 if time.monotonic() + pause >= deadline:
-                    raise BootstrapError(
+                    raise self._silence(
                         f"rank {self.rank} of {self.size} reached no rendezvous at {self._where} "
                         f"in {self.timeout:g} s ({error}); has rank 0 started, and is the address "
                         "right?",
@@ -156,7 +158,7 @@ class Tcp(Base):
         if greeting is None or not greeting.startswith(MAGIC):
             said = f"said {greeting!r}" if greeting else f"said nothing for {seconds:.2g} s"
             stopped = "" if greeting else f", or {self._host}, which hosts it, has stopped"
-            raise BootstrapError(
+            raise (BootstrapError if greeting else self._silence)(
                 f"what listens at {self._where} is no rendezvous of this package, or of another "
                 f"version of it (it {said}){stopped}; choose another port with COLLECTIVES_PORT or "
                 "MASTER_PORT",
