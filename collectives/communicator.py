@@ -126,9 +126,8 @@ class Communicator(Reductions, Movements, PointToPoint):
                 raise ValueError(f"by={by!r}; only 'node' is known")
             color = self.node
         self._check_open()
-        answers = [
-            json.loads(b) for b in self._bootstrap.all_gather(json.dumps([color, key]).encode())
-        ]
+        mine = json.dumps([color, key]).encode()
+        answers = [json.loads(b) for b in self._bootstrap.all_gather(mine, what="split")]
         child = next(self._children)
         if color is None:
             return None

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ENDING = 0.5  # seconds that a process takes to end, generously
+
 # How an attempt ended.
 BUILT, AGAIN, BROKEN = 1, 2, 3
 
@@ -83,9 +85,7 @@ class Shrinking:
         pause = 0.0
         while (members := council.decided(attempt)) is None:
             here = [q for q in range(council.size) if council.joined(q) >= attempt]
-            missing = [
-                q for q in range(council.size) if q not in here and not council.gone(q)
-            ]
+            missing = [q for q in range(council.size) if q not in here and not council.gone(q)]
             if not missing or time.monotonic() > end:
                 members = council.propose(attempt, [q for q in here if council.gone(q) != "died"])
                 break
@@ -99,6 +99,18 @@ class Shrinking:
                 rank=self._rank,
             )
         return members
+
+    @staticmethod
+    def _lost(council: _core.Council, members: Sequence[int]) -> bool:
+        """True if a member has ended, which is then what made the building fail: its files are
+        gone a little before the kernel says so of itself.
+        """
+        end = time.monotonic() + _ENDING
+        while not any(council.gone(q) for q in members):
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True
 
     # ---- building --------------------------------------------------------------------------------
 
@@ -136,7 +148,7 @@ class Shrinking:
             outcome = council.settle(attempt, AGAIN)
         except Exception as other:
             error = other
-            outcome = council.settle(attempt, BROKEN)
+            outcome = council.settle(attempt, AGAIN if self._lost(council, members) else BROKEN)
         if outcome == BUILT and made is not None:
             return made
         close = getattr(made, "close", None)

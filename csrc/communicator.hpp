@@ -226,6 +226,8 @@ class Communicator : public Watch {
   void leave_path(ErrorKind kind, const std::string& text);
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
   std::string broken_reason() const;
+  void publish_wait(const Where& where, std::chrono::steady_clock::time_point now);
+  std::string blame(const Where& where, std::chrono::steady_clock::time_point now, int* peer) const;
   bool told_to_stop() const;
   [[noreturn]] void raise_told(const std::string& doing);
   void execute(const Call& call, const Options& options);

@@ -17,6 +17,9 @@ constexpr int kKindShift = 16;
 
 constexpr milliseconds kPollPeersEvery{20};
 
+// A rank that waits and has not looked around for so long does not run.
+constexpr milliseconds kStill{500};
+
 // Waits nest in lengthy calls: the outermost gives up the GIL and takes it back.
 thread_local void* slow_token = nullptr;
 thread_local int slow_depth = 0;
@@ -84,9 +87,7 @@ std::string Communicator::why_broken() const {
 }
 
 // True if a rank of the region has given up.
-bool Communicator::told_to_stop() const {
-  return config_.region && config_.region->gave_up();
-}
+bool Communicator::told_to_stop() const { return config_.region && config_.region->gave_up(); }
 
 void Communicator::raise_told(const std::string& doing) {
   const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
@@ -141,8 +142,46 @@ void Communicator::enter_slow() {
 
 void Communicator::leave_slow() {
   if (--slow_depth != 0) return;
+  if (config_.region)
+    config_.region->rank(config_.local_of[config_.rank])
+        .waits_on.store(0, std::memory_order_relaxed);
   if (on_leave_slow) on_leave_slow(slow_token);
   slow_token = nullptr;
+}
+
+// What others read in blame().
+void Communicator::publish_wait(const Where& where, steady_clock::time_point now) {
+  if (!config_.region) return;
+  RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
+  const int peer = where.peer >= 0 ? config_.local_of[where.peer] : -1;
+  mine.waits_on.store(1 + peer, std::memory_order_relaxed);
+  mine.looked_at.store(now.time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+// The rank that is waited for may itself wait for another: whom the chain of waits ends with, in
+// words, and the ranks that have not come to this call at all.
+std::string Communicator::blame(const Where& where, steady_clock::time_point now, int* peer) const {
+  std::string text;
+  if (gate_)
+    for (const int number : gate_->missing())
+      text += (text.empty() ? ". Not in this call: rank " : ", rank ") + std::to_string(number);
+  if (!config_.region || where.peer < 0 || config_.local_of[where.peer] < 0) return text;
+  int q = config_.local_of[where.peer];
+  for (int hops = 0; hops < config_.region->shape().nranks; ++hops) {
+    RankArea& his = config_.region->rank(q);
+    const int next = his.waits_on.load(std::memory_order_relaxed) - 1;
+    const auto looked = steady_clock::time_point(
+        steady_clock::duration(his.looked_at.load(std::memory_order_relaxed)));
+    // Who waits looks around every few milliseconds, if it runs.
+    if (next < 0 || now - looked > kStill || numbers_[next] == config_.rank) {
+      *peer = numbers_[q];
+      break;
+    }
+    text += ". Rank " + std::to_string(numbers_[q]) + " waits for rank " +
+            std::to_string(numbers_[next]);
+    q = next;
+  }
+  return text;
 }
 
 void Communicator::check(const Where& where, steady_clock::time_point since) {
@@ -165,6 +204,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     return call.empty() || where.channel == kPointToPointChannel ? s : s + ", in " + call;
   };
   recorder_->waiting(where, since);
+  publish_wait(where, now);
   if (told_to_stop()) raise_told(place());
   if (broken_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
   if (config_.mpi) {
@@ -175,10 +215,12 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
   }
   const double waited = duration<double>(now - since).count();
   if (waited > timeout_s_) {
+    int culprit = where.peer;
+    const std::string others = blame(where, now, &culprit);
     const std::string text =
-        "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() +
+        "gave up after " + std::to_string(waited).substr(0, 6) + " s: " + place() + others +
         ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
-    fail(ErrorKind::deadline, text, where.peer);
+    fail(ErrorKind::deadline, text, culprit);
   }
   std::unique_lock lock(poll_mutex_);
   if (now - last_poll_ < kPollPeersEvery) return;

@@ -10,7 +10,9 @@ namespace {
 
 // A word of the table: the attempt it is about, and what was said of it.
 constexpr int kShift = 16;
-std::uint64_t word_of(std::uint64_t attempt, std::uint64_t said) { return attempt << kShift | said; }
+std::uint64_t word_of(std::uint64_t attempt, std::uint64_t said) {
+  return attempt << kShift | said;
+}
 std::uint64_t attempt_of(std::uint64_t word) { return word >> kShift; }
 std::uint64_t said_in(std::uint64_t word) { return word & ((1u << kShift) - 1); }
 
@@ -107,8 +109,7 @@ void Council::post(const Subject& subject, const std::string& data) {
 std::optional<std::string> Council::fetch(int q, const Subject& subject) const {
   for (const Letter& letter : region_->seat(q).letter[subject.part]) {
     const std::uint64_t mark = letter.mark.load(std::memory_order_acquire);
-    if (mark % 2 != 0 || letter.tag != subject.tag || letter.round != subject.round)
-      continue;
+    if (mark % 2 != 0 || letter.tag != subject.tag || letter.round != subject.round) continue;
     std::string data(letter.data, std::min<std::uint64_t>(letter.bytes, kMailBytes));
     // A rank that gave up this exchange may have begun another letter meanwhile.
     std::atomic_thread_fence(std::memory_order_acquire);

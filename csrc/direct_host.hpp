@@ -109,6 +109,7 @@ class DirectHost {
   void pipeline(std::uint64_t chunks);
   void two_phase(std::uint64_t chunks);
   void in_place_of_peers(const std::vector<SymmetricSegment>& segments, const Tokens& tokens);
+  void raise_if_told(int q);
   void fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull);
 
   void set(Counter& counter, std::uint64_t value);

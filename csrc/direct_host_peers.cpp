@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "direct_host.hpp"
@@ -79,6 +80,19 @@ DirectHost::Tokens DirectHost::symmetric_tokens(
   return t;
 }
 
+// Gives the watch some time to find out why rank q's memory is not what it was, and to throw that.
+void DirectHost::raise_if_told(int q) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::milliseconds(200);
+  waiter_.until([&] { return Clock::now() > end; },
+                [&] {
+                  Where w;
+                  w.phase = "the memory";
+                  w.peer = gate_.number(q);
+                  return w;
+                });
+}
+
 // Copies from rank q's memory: mapped here, or of another process.
 void DirectHost::fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull) {
   if (bytes == 0 || to == from) return;
@@ -87,9 +101,14 @@ void DirectHost::fetch(int q, std::byte* to, const std::byte* from, std::size_t 
     const iovec local{to, bytes}, remote{const_cast<std::byte*>(from), bytes};
     const ssize_t got =
         process_vm_readv(area(q).process.load(std::memory_order_relaxed), &local, 1, &remote, 1, 0);
-    if (got <= 0)
-      throw Error(errno == ESRCH ? ErrorKind::peer_died : ErrorKind::system,
-                  "cannot read the memory of " + gate_.name(q) + ": " + std::strerror(errno));
+    if (got <= 0) {
+      const int error = errno;
+      // A peer that died, or gave up this call and freed its array: the watch says which.
+      raise_if_told(q);
+      throw Error(error == ESRCH ? ErrorKind::peer_died : ErrorKind::system,
+                  "cannot read the memory of " + gate_.name(q) + ": " + std::strerror(error),
+                  gate_.number(q));
+    }
     to += got;
     from += got;
     bytes -= static_cast<std::size_t>(got);
@@ -181,6 +200,13 @@ void DirectHost::in_place_of_peers(const std::vector<SymmetricSegment>& segments
   for (int d = 1; d < n_; ++d) {
     const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
     wait_counter(&RankArea::left, q, leaving, "the end of a call on symmetric arrays");
+  }
+  // Unless one gave up while it waited for that, and took its array away under those who still read
+  // it. It says so before its call returns, so what was read before this look is good.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (gate_.region().abort_word().load(std::memory_order_acquire) != 0) {
+    raise_if_told(me_);
+    throw Error(ErrorKind::aborted, "a rank gave up this call while others read its array");
   }
 }
 

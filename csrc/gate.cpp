@@ -1,5 +1,7 @@
 #include "gate.hpp"
 
+#include <algorithm>
+
 #include "errors.hpp"
 
 namespace collectives {
@@ -46,6 +48,19 @@ void Gate::meet(Waiter& waiter) {
   }
   if (!agree) throw_mismatch();
   if (recorder_ != nullptr) recorder_->running();
+}
+
+std::vector<int> Gate::missing() {
+  std::vector<int> numbers;
+  if (signature_ == nullptr || !announced_) return numbers;
+  for (int q = 0; q < n_; ++q) {
+    const auto& his = region_->rank(q).arrival;
+    // One that is a call ahead has been here.
+    if (std::max(his[0].sequence.load(std::memory_order_relaxed),
+                 his[1].sequence.load(std::memory_order_relaxed)) < sequence_)
+      numbers.push_back(names_[q]);
+  }
+  return numbers;
 }
 
 void Gate::look_around() {

@@ -56,6 +56,9 @@ class Gate {
   void meet(Waiter& waiter);
   const Arrival& arrival(int q) { return region_->rank(q).arrival[sequence_ & 1]; }
 
+  // Numbers of the ranks that have not come to the call that this rank is in.
+  std::vector<int> missing();
+
   // For calls that do not announce (lines): called from slow waits. Announces late, and throws if a
   // peer is in another call.
   void look_around();

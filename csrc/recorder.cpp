@@ -22,8 +22,8 @@ double read_clock(clockid_t which) {
 
 double unix_time() { return read_clock(CLOCK_REALTIME); }
 
-// The cycle counter beside a clock that nobody sets, when this process made its first communicator and now: the
-// line through both converts one into the other.
+// The cycle counter beside a clock that nobody sets, when this process made its first communicator
+// and now: the line through both converts one into the other.
 struct Instant {
   std::uint64_t ticks = collectives::ticks();
   double time = read_clock(CLOCK_MONOTONIC);
@@ -38,13 +38,12 @@ class Clock {
     const Instant& first = first_instant();
     do now_ = Instant{};  // a rate needs some distance; this loops only in the first millisecond
     while (now_.time - first.time < 1e-3);
-    seconds_per_tick_ =
-        (now_.time - first.time) / static_cast<double>(now_.ticks - first.ticks);
+    seconds_per_tick_ = (now_.time - first.time) / static_cast<double>(now_.ticks - first.ticks);
     unix_now_ = unix_time();
   }
   double of(std::uint64_t t) const {
-    return unix_now_ - static_cast<double>(static_cast<std::int64_t>(now_.ticks - t)) *
-                           seconds_per_tick_;
+    return unix_now_ -
+           static_cast<double>(static_cast<std::int64_t>(now_.ticks - t)) * seconds_per_tick_;
   }
 
  private:
@@ -293,8 +292,7 @@ std::string Recorder::json() const {
     if (waiting_.channel >= 0) w.number("channel", waiting_.channel);
     if (waiting_.step >= 0) w.number("step", waiting_.step);
     if (waiting_.round >= 0) w.number("round", waiting_.round);
-    if (waiting_.expected != 0)
-      w.count("expected", waiting_.expected).count("seen", waiting_.seen);
+    if (waiting_.expected != 0) w.count("expected", waiting_.expected).count("seen", waiting_.seen);
     o.raw("waiting", w.done());
   }
   if (!error_kind_.empty()) {

@@ -58,7 +58,7 @@ static_assert(sizeof(CallRecord) == 64);
 
 class Recorder {
  public:
-  static constexpr std::size_t kCalls = 128;  // 8 KiB: a quarter of a first-level cache
+  static constexpr std::size_t kCalls = 128;          // 8 KiB: a quarter of a first-level cache
   static constexpr std::uint64_t kTimedCount = 1024;  // elements from which calls have an end
   static constexpr std::uint8_t kSend = 254, kRecv = 255;  // beside the numbers of collectives
 
@@ -93,9 +93,7 @@ class Recorder {
     r.sequence.store(sequence, std::memory_order_release);
   }
   // The elements of a call whose length is in its blocks.
-  void count(std::uint64_t elements) {
-    current_->count.store(elements, std::memory_order_relaxed);
-  }
+  void count(std::uint64_t elements) { current_->count.store(elements, std::memory_order_relaxed); }
   // All ranks are in the call.
   void running() { current_->state.store(CallState::running, std::memory_order_relaxed); }
   // Reading the counter takes 8 ns, as long as all the rest: short calls go without an end.

@@ -77,8 +77,7 @@ std::string dump_process(const std::string& reason) noexcept {
     // Written beside and renamed: whoever looks finds a whole file. A link that somebody has put
     // there is not followed.
     unlink(before.c_str());
-    const int fd =
-        open(before.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    const int fd = open(before.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (fd < 0) return "";
     const bool whole = write_all(fd, Recorder::process_json(reason));
     if (close(fd) != 0 || !whole || rename(before.c_str(), after.c_str()) != 0) {

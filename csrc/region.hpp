@@ -89,6 +89,10 @@ struct alignas(128) RankArea {
   Doorbell doorbell;
   std::atomic<std::uint32_t> state;
   std::atomic<std::int32_t> process;
+  // From slow waits, about once a millisecond: 1 + the local rank that is waited for (0: none), and
+  // when, in nanoseconds of the clock that all processes of a host share.
+  std::atomic<std::int32_t> waits_on;
+  std::atomic<std::int64_t> looked_at;
   alignas(128) Arrival arrival[2];  // by parity of the call's sequence
   alignas(128) Signature signature[2];
   Counter published;  // staging slots of mine that hold data
@@ -103,8 +107,8 @@ struct alignas(128) RankArea {
 
 // What ranks settle with each other when calls no longer work (council.hpp). A seat has one writer,
 // its rank; the table has all.
-inline constexpr int kAttempts = 16;       // that are remembered
-inline constexpr int kMemberWords = 4;     // a bit for each of up to 256 ranks
+inline constexpr int kAttempts = 16;    // that are remembered
+inline constexpr int kMemberWords = 4;  // a bit for each of up to 256 ranks
 inline constexpr std::size_t kMailBytes = 32 << 10;
 struct alignas(128) Letter {
   std::atomic<std::uint64_t> mark;  // odd while it is written
@@ -182,8 +186,8 @@ class Region {
   int fd_ = -1;
   std::uint64_t cookie_ = 0;
   // Offsets of the parts.
-  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0, fifo_headers_ = 0,
-              fifo_data_ = 0;
+  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0,
+              fifo_headers_ = 0, fifo_data_ = 0;
 };
 
 // Throws Error(system): what failed, errno in words, and what can be done about it.

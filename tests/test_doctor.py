@@ -138,7 +138,7 @@ def test_trouble_comes_first_and_the_newest_dump_of_a_rank_counts():
     assert "rank 0 waits in it since 20.0 s" in found[0].sentence
 
 
-# ---- real dumps, and the command ------------------------------------------------------------------
+# ---- real dumps, and the command ----------------------------------------------------------------
 
 
 def doctor(*arguments, **changes):
@@ -159,7 +159,9 @@ def test_the_command_reads_dumps(tmp_path):
     cc.run_threads(2, body, timeout=20)
     files = sorted(tmp_path.glob("*.json"))
     got = doctor(*files)
-    waits = "rank 1 has not entered all_reduce #2 (float64, 24 bytes, direct_one_shot)" in got.stdout
+    waits = (
+        "rank 1 has not entered all_reduce #2 (float64, 24 bytes, direct_one_shot)" in got.stdout
+    )
     # Rank 0's thread may not have begun the call when it wrote its dump.
     assert (got.returncode, waits) in [(1, True), (0, False)], got
     as_json = json.loads(doctor("--json", *files).stdout)
@@ -199,7 +201,7 @@ def test_a_setting_that_is_not_understood():
     assert "COLLECTIVES_TIMEOUT" in got.stdout
 
 
-# ---- single findings ------------------------------------------------------------------------------
+# ---- single findings ----------------------------------------------------------------------------
 
 
 def levels(findings):

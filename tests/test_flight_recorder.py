@@ -136,7 +136,11 @@ def test_errors_are_kept():
     assert mismatch["error"]["kind"] == "mismatch"
     assert mismatch["calls"][-1]["state"] == "failed"
     assert mismatch["state"] == "open"
-    assert (after["state"], after["error"]["kind"], after["error"]["peer"]) == ("broken", "closed", 1)
+    assert (after["state"], after["error"]["kind"], after["error"]["peer"]) == (
+        "broken",
+        "closed",
+        1,
+    )
     assert closed["state"] == "closed"
 
 
@@ -162,7 +166,7 @@ def test_a_dump_as_a_file(tmp_path):
 
 def test_the_directory_must_be_there(tmp_path, monkeypatch):
     monkeypatch.setenv("COLLECTIVES_DUMP", str(tmp_path / "missing"))
-    with pytest.raises(cc.ConfigError, match="COLLECTIVES_DUMP .*missing.* is no directory"):
+    with pytest.raises(cc.ConfigError, match=r"COLLECTIVES_DUMP .*missing.* is no directory"):
         cc.init("solo")
 
 

@@ -1,4 +1,4 @@
-"""Communicator.shrink: those that are left agree who they are and go on, whoever ended and whenever."""
+"""Communicator.shrink: those that are left agree who they are and go on, whoever ended and when."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_come_is_left_out_and_told():
             with pytest.raises(cc.AbortedError, match="ranks 0-1 went on without rank 2"):
                 comm.shrink(timeout=5)
             return "late"
-        new = comm.shrink(timeout=0.3)
+        new = comm.shrink(timeout=3)
         done.append(comm.rank)
         cases.check(new, Case("all_reduce"))
         return new.size
@@ -198,7 +198,7 @@ def test_groups_of_a_shrunk_communicator():
     assert outcomes(6, body) == [None, *[5] * 5]
 
 
-# ---- the decision itself --------------------------------------------------------------------------
+# ---- the decision itself ------------------------------------------------------------------------
 
 
 def test_one_proposal_wins_and_stays():

@@ -69,6 +69,7 @@ class Tcp(Base):
     group     name of the group; names that begin with "world" are those of all ranks
     hosted    the server, if it runs in this process and ends with this object
     heartbeat seconds until a host that vanished is noticed
+    parent    the group that this is a part of; nothing is waited for once that is broken
 
     Raises BootstrapError if nothing listens in time, a rank is missing, or this one does not belong
     here.
@@ -88,6 +89,7 @@ class Tcp(Base):
         group: str = "world",
         hosted: Hosted | None = None,
         heartbeat: float = DEFAULT_HEARTBEAT,
+        parent: Tcp | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -98,8 +100,12 @@ class Tcp(Base):
         self._group = group
         self._hosted = hosted
         self._heartbeat = heartbeat
-        self._host = "rank 0, unless a launcher"  # who runs the server, until it has told
         self._birth = Birth()
+        self._parent = parent
+        # The server of a part was there before: one that says nothing is late, and no stranger.
+        self._silence = BootstrapError if parent is None else DeadlineError
+        # Who runs the server; it tells when all are there.
+        self._host: str = parent._host if parent is not None else "rank 0 (or a launcher)"
         self._lock = threading.Lock()  # one call at a time
         self._send_lock = threading.Lock()  # one frame at a time: abort does not wait for a call
         self._failure: Failure | None = None
@@ -107,6 +113,7 @@ class Tcp(Base):
         deadline = time.monotonic() + timeout
         try:
             self._sock, self._link = self._connect(deadline)
+            self._parent = None
         except BaseException:
             self._release()
             raise
@@ -141,8 +148,10 @@ class Tcp(Base):
             except OSError as error:
                 if isinstance(error, CollectiveError):
                     raise
+                if self._parent is not None:
+                    self._parent.check()
                 if time.monotonic() + pause >= deadline:
-                    raise BootstrapError(
+                    raise self._silence(
                         f"rank {self.rank} of {self.size} reached no rendezvous at {self._where} "
                         f"in {self.timeout:g} s ({error}); has rank 0 started, and is the address "
                         "right?",
@@ -156,7 +165,7 @@ class Tcp(Base):
         if greeting is None or not greeting.startswith(MAGIC):
             said = f"said {greeting!r}" if greeting else f"said nothing for {seconds:.2g} s"
             stopped = "" if greeting else f", or {self._host}, which hosts it, has stopped"
-            raise BootstrapError(
+            raise (BootstrapError if greeting else self._silence)(
                 f"what listens at {self._where} is no rendezvous of this package, or of another "
                 f"version of it (it {said}){stopped}; choose another port with COLLECTIVES_PORT or "
                 "MASTER_PORT",
@@ -291,6 +300,7 @@ class Tcp(Base):
             group=part_name(self.job, name),
             hosted=self._hosted.share() if self._hosted is not None else None,
             heartbeat=self._heartbeat,
+            parent=self,
         )
 
     def check(self) -> None:
@@ -353,7 +363,7 @@ class Tcp(Base):
             self._closed = True
             try:
                 if self._failure is None:
-                    self._sock.settimeout(GRACE)
+                    self._sock.settimeout(min(GRACE, self.timeout))
                     with self._send_lock:
                         self._sock.sendall(self._link.seal(GOODBYE, b""))
                     # The server hangs up once it has read the goodbye; leaving before that could

@@ -170,10 +170,10 @@ class Base(ABC):
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
         """The `data` of all ranks that make call `op`, in rank order."""
 
-    def all_gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
-        return self._exchange(
-            "all_gather", bytes(data), self.timeout if timeout is None else timeout
-        )
+    def all_gather(
+        self, data: bytes, *, timeout: float | None = None, what: str = "all_gather"
+    ) -> list[bytes]:
+        return self._exchange(what, bytes(data), self.timeout if timeout is None else timeout)
 
     def broadcast(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> bytes:
         if not 0 <= root < self.size:

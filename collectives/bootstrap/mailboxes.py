@@ -126,9 +126,7 @@ class Mailboxes(Base):
             pause = min(1e-3, pause * 1.5 + 10e-6)
 
     def _fetch(self, member: int) -> bytes | None:
-        return self._council.fetch(
-            self._members[member], self._part, self._tag, self._round
-        )
+        return self._council.fetch(self._members[member], self._part, self._tag, self._round)
 
     def _look_around(self, missing: list[int], op: str) -> None:
         """Raises if one of them will never come."""

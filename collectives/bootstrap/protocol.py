@@ -29,8 +29,13 @@ class Bootstrap(Protocol):
     job: str
     timeout: float
 
-    def all_gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
-        """The `data` of all ranks, in rank order; lengths may differ."""
+    def all_gather(
+        self, data: bytes, *, timeout: float | None = None, what: str = "all_gather"
+    ) -> list[bytes]:
+        """The `data` of all ranks, in rank order; lengths may differ.
+
+        `what` names the call that it is for: ranks that differ in it are told so.
+        """
         ...
 
     def broadcast(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> bytes:

@@ -5,6 +5,7 @@
     verify.py    calls whose results are known
     stage.py     starts the ranks of a round, breaks them, and gathers what they report
     judging.py   holds the reports to what is promised
+    playing.py   many rounds, one after the other or several at a time
     table.py     the figures of many rounds
 
 `python -m collectives chaos` is the front.

@@ -84,8 +84,9 @@ def _judge_rank(
     got = (shrunk.facts["size"], shrunk.facts["rank"])
     # A death during init may part the ranks: some have a communicator, others never got one.
     if plan.moment != "in init" and got != expected:
-        wrong.append(f"rank {rank} went on as {got[1]} of {got[0]}, not {expected[1]} of "
-                     f"{expected[0]}")
+        wrong.append(
+            f"rank {rank} went on as {got[1]} of {got[0]}, not {expected[1]} of {expected[0]}"
+        )
     if shrunk.facts["attempts"] > 1 and plan.moment not in ("in shrink", "in init"):
         wrong.append(f"rank {rank} had to shrink {shrunk.facts['attempts']} times")
 
@@ -152,4 +153,6 @@ def _patience(plan: Plan) -> float:
     # Who asks a server that is stopped waits a little longer for its word.
     asks = at_init or plan.moment == "in a subgroup"
     silent = asks and plan.server == "rank 0" and 0 in plan.victims
-    return plan.timeout + (GRACE if silent else 0.0)
+    # The part before may have been closed meanwhile, which asks it too.
+    closing = min(GRACE, plan.timeout) if plan.moment == "in a subgroup" else 0.0
+    return plan.timeout + (GRACE + closing if silent else 0.0)

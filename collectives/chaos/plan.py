@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     timeout   of the communicator, seconds
     """
 
-    round: int
+    number: int
     ranks: int
     kind: str
     moment: str
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     timeout: float
     collective: str
     algorithm: str | None
-    count: int
+    elements: int
     dtype: str
     async_op: bool
 
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         return [r for r in range(self.ranks) if not self.deadly or r not in self.victims]
 
     def __str__(self) -> str:
-        call = f"{self.collective}({self.count} {self.dtype}, {self.algorithm or 'auto'})"
+        call = f"{self.collective}({self.elements} {self.dtype}, {self.algorithm or 'auto'})"
         who = "rank " + " and rank ".join(map(str, self.victims))
         return (
             f"{self.kind} {self.moment}, {who} of {self.ranks}, after {self.delay * 1e3:.1f} ms; "
@@ -97,7 +97,7 @@ def draw(seed: int, number: int, ranks: int) -> Plan:
         a.name for a in algorithms() if not why_unsupported(a.name, collective, n, node=[0] * n)
     ]
     return Plan(
-        round=number,
+        number=number,
         ranks=n,
         kind=kind,
         moment=moment,
@@ -105,10 +105,10 @@ def draw(seed: int, number: int, ranks: int) -> Plan:
         # Moments last from a millisecond (shrink) to some tens (init, a large call).
         delay=rng.choice((0.0, rng.uniform(0, 0.004), rng.uniform(0, 0.04))),
         server=rng.choice(("rank 0", "apart")),
-        timeout=2.0 if kind == "sigstop" or moment in ("before init", "in init") else 20.0,
+        timeout=1.5 if kind == "sigstop" or moment in ("before init", "in init") else 20.0,
         collective=collective,
         algorithm=rng.choice([None, *known]),
-        count=rng.choice(COUNTS),
+        elements=rng.choice(COUNTS),
         dtype=rng.choice(DTYPES),
         async_op=rng.random() < 0.3,
     )

@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from ..communicator import Communicator
     from .plan import Plan
 
-_PATIENCE = 1.0  # seconds that shrink waits for a rank that lives and does not come
+# Seconds that shrink waits for a rank that lives and does not come. Who asks a server that is
+# stopped may raise so much later than who waits for a rank.
+_PATIENCE = 1.0
+_PATIENCE_WITH_SERVER = 12.0
 _ATTEMPTS = 3
 _STARTING = 25.0  # seconds for all ranks to come, where their coming is not what is tried
 
 
-def _starved() -> float:
+def seconds_starved() -> float:
     """Seconds that the threads of this process were ready to run and no processor was free; 0 where
     the kernel does not count them.
     """
@@ -69,7 +72,7 @@ class Rank:
     def run(self) -> None:
         """Raises what a victim of "raise" raises; returns otherwise."""
         plan = self.plan
-        self._starved = _starved()
+        self._starved = seconds_starved()
         try:
             if plan.moment == "before init" and self._victim:
                 self._blow(None)
@@ -94,7 +97,12 @@ class Rank:
 
     def _live(self, comm: Communicator) -> None:
         plan = self.plan
-        if self._expect(lambda: verify.everything(comm) or True) is None:
+
+        def works() -> bool:
+            verify.everything(comm)
+            return True
+
+        if not self._expect(works):
             return self._go_on(comm)  # a victim of "in init" may die as late as here
         if plan.kind == "mismatch":
             return self._disagree(comm)
@@ -112,7 +120,7 @@ class Rank:
             "in init": self._stream,
             "before init": self._stream,
         }
-        self._starved = _starved()
+        self._starved = seconds_starved()
         self._expect(lambda: moments[plan.moment](comm))
         return self._go_on(comm)
 
@@ -130,7 +138,7 @@ class Rank:
         if armed and self._victim and plan.moment == "in a call":
             self._blow(comm, later=True)
         while True:
-            got, expected = verify.call(comm, plan.collective, plan.count, plan.dtype, **how)
+            got, expected = verify.call(comm, plan.collective, plan.elements, plan.dtype, **how)
             if plan.async_op:
                 got = got.wait()
             verify.check(got, expected, str(plan))
@@ -147,7 +155,7 @@ class Rank:
             try:
                 for _ in range(8):
                     calls.append(
-                        verify.call(comm, plan.collective, plan.count, plan.dtype, **how)
+                        verify.call(comm, plan.collective, plan.elements, plan.dtype, **how)
                     )
             except CollectiveError as raised:
                 error = raised
@@ -168,7 +176,7 @@ class Rank:
             assert part is not None
             try:
                 got, expected = verify.call(
-                    part, plan.collective, plan.count, plan.dtype, algorithm=plan.algorithm
+                    part, plan.collective, plan.elements, plan.dtype, algorithm=plan.algorithm
                 )
                 verify.check(got, expected, str(plan))
             finally:
@@ -177,7 +185,7 @@ class Rank:
     def _disagree(self, comm: Communicator) -> None:
         """One rank makes another call; all hear of both, and the communicator works on."""
         plan = self.plan
-        count = plan.count + (comm.size if self._victim else 0)
+        count = plan.elements + (comm.size if self._victim else 0)
         try:
             verify.call(comm, plan.collective, count, plan.dtype, algorithm=plan.algorithm)
         except MismatchError as error:
@@ -233,7 +241,7 @@ class Rank:
             text=str(error),
             peer=error.peer,
             where=where,
-            starved=max(0.0, _starved() - self._starved),
+            starved=max(0.0, seconds_starved() - self._starved),
         )
 
     def _go_on(self, comm: Communicator) -> None:
@@ -243,9 +251,11 @@ class Rank:
         second = in_shrink and self.rank == plan.victims[1]
         if second:
             self.report("armed")
+        silent = plan.kind == "sigstop" and plan.moment == "in a subgroup"
+        patience = _PATIENCE_WITH_SERVER if silent and plan.server == "rank 0" else _PATIENCE
         current, attempts = comm, 0
         while True:
-            new = current.shrink(timeout=_PATIENCE)
+            new = current.shrink(timeout=patience)
             attempts += 1
             if current is not comm:
                 current.close()

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from ..bootstrap import Server, listen
 from ..children import die_with_parent
 from .plan import Plan
-from .rank import Rank
+from .rank import Rank, seconds_starved
 
-_LIMIT = 30.0  # seconds of a round; far above what any may take
+_LIMIT = 60.0  # seconds of a round; far above what any may take
 _LEAVING = 5.0  # seconds for a rank whose reports have ended
 _DUMPING = 1.0  # seconds for a stuck rank to write its flight recorder
 
@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
     statuses  exit status of each rank, negative for a signal
     stuck     ranks that had not come to their end at the limit, as their flight recorders have it
     left      what remained behind, in words
+    starved   seconds in which this process or a rank was ready to run and got no processor
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class Outcome(NamedTuple):
     stuck: list[str]
     left: list[str]
     seconds: float
+    starved: float
 
 
 class Stage:
@@ -69,7 +71,7 @@ class Stage:
         self._partial: dict[int, bytes] = {}
 
     def run(self) -> Outcome:
-        before = _traces()
+        before, starved = _traces(), seconds_starved()
         began = time.monotonic()
         # Bound and not listening, so the port is ours until rank 0 listens on it.
         reserved = socket.socket()
@@ -99,8 +101,17 @@ class Stage:
                     os.close(descriptor)
         seconds = time.monotonic() - began
         left = [f"{name} is left" for name in sorted(_traces() - before)]
+        hungry = [r.facts["starved"] for r in self._reports if "starved" in r.facts]
+        hungry.append(seconds_starved() - starved)
         return Outcome(
-            self._plan, self._reports, self._blows, statuses, stuck, left, seconds
+            self._plan,
+            self._reports,
+            self._blows,
+            statuses,
+            stuck,
+            left,
+            seconds,
+            max(hungry),
         )
 
     # ---- processes -------------------------------------------------------------------------------
@@ -136,9 +147,7 @@ class Stage:
         raise AssertionError("not reached")
 
     def _serve(self, listener: socket.socket, secret: str) -> None:
-        server = Server(
-            listener, size=self._plan.ranks, secret=secret.encode(), host="the stage"
-        )
+        server = Server(listener, size=self._plan.ranks, secret=secret.encode(), host="the stage")
         server.start()
         while True:
             signal.pause()
@@ -225,7 +234,6 @@ class Stage:
         found = diagnose(read(sorted(folder.glob("*.json"))))
         return [f"rank {rank} did not end" for rank in running] + found
 
-
     def _running(self) -> list[int]:
         return [
             rank
@@ -268,7 +276,6 @@ def _traces() -> set[str]:
     }
     me = os.getpid()
     children = {
-        f"process {pid}"
-        for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()
+        f"process {pid}" for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()
     }
     return shared | descriptors | children

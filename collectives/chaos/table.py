@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .judging import Verdict
 from .plan import KINDS, MOMENTS, as_json
-from .stage import Outcome
+from .playing import Played
 
-Judged = Sequence[tuple[Outcome, Verdict]]
+Judged = Sequence[Played]
 
 
 def as_text(rounds: Judged) -> str:
@@ -22,16 +21,19 @@ def as_text(rounds: Judged) -> str:
     ]
     for kind in KINDS:
         for moment in MOMENTS:
-            some = [r for r in rounds if (r[0].plan.kind, r[0].plan.moment) == (kind, moment)]
+            some = [
+                r for r in rounds if (r.outcome.plan.kind, r.outcome.plan.moment) == (kind, moment)
+            ]
             if some:
                 lines.append(f"{kind:9} {moment:14} {_figures(some)}")
     lines.append(f"{'all':24} {_figures(rounds)}")
     return "\n".join(lines)
 
 
-def round_as_text(outcome: Outcome, verdict: Verdict) -> str:
+def round_as_text(one: Played) -> str:
     """One round in full: what was drawn, what is wrong, and all reports."""
-    lines = [f"round {outcome.plan.round}: {outcome.plan}"]
+    outcome, verdict = one.outcome, one.verdict
+    lines = [f"round {outcome.plan.number}: {outcome.plan}"]
     lines += [f"  WRONG: {words}" for words in verdict.violations]
     reports = sorted(outcome.reports, key=lambda r: r.at)
     lines += [
@@ -41,9 +43,9 @@ def round_as_text(outcome: Outcome, verdict: Verdict) -> str:
 
 
 def _figures(rounds: Judged) -> str:
-    times = sorted(t for _, verdict in rounds for t in verdict.detected)
-    raised = Counter(kind for _, verdict in rounds for kind in verdict.raised)
-    wrong = sum(bool(verdict.violations) for _, verdict in rounds)
+    times = sorted(t for _, verdict, _ in rounds for t in verdict.detected)
+    raised = Counter(kind for _, verdict, _ in rounds for kind in verdict.raised)
+    wrong = sum(bool(verdict.violations) for _, verdict, _ in rounds)
     median = f"{statistics.median(times) * 1e3:5.0f} ms" if times else "-"
     worst = f"{times[-1] * 1e3:5.0f} ms" if times else "-"
     words = ", ".join(f"{kind} {count}" for kind, count in raised.most_common()) or "nothing"
@@ -55,7 +57,7 @@ def as_json_document(rounds: Judged, seed: int, seconds: float) -> dict[str, Any
     return {
         "seed": seed,
         "seconds": round(seconds, 3),
-        "violations": sum(len(verdict.violations) for _, verdict in rounds),
+        "violations": sum(len(verdict.violations) for _, verdict, _ in rounds),
         "rounds": [
             {
                 **as_json(outcome.plan),
@@ -64,7 +66,8 @@ def as_json_document(rounds: Judged, seed: int, seconds: float) -> dict[str, Any
                 "detected": [round(t, 5) for t in verdict.detected],
                 "starved": [round(t, 5) for t in verdict.starved],
                 "violations": verdict.violations,
+                "again": again,
             }
-            for outcome, verdict in rounds
+            for outcome, verdict, again in rounds
         ],
     }

@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds in which survivors must have raised (default 1)",
     )
+    parser.add_argument(
+        "--jobs",
+        type=_common.positive,
+        default=1,
+        help="rounds at a time; most of a round is waiting (default 1)",
+    )
     parser.add_argument("--only", type=_common.natural, metavar="ROUND", help="this round alone")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
 
@@ -59,29 +65,33 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("chaos starts its ranks itself; start it without a launcher")
     if threading.active_count() > 1:
         raise ConfigError("chaos forks, and this process has threads; start it as a command")
-    from ..chaos import judging, plan, stage, table
+    from ..chaos import playing, table
 
     # A forked child has no threads of its BLAS, and needs none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     numbers = range(args.rounds) if args.only is None else [args.only]
-    judged = []
+    game = playing.Game(args.seed, args.ranks, args.within)
+    rounds: list[playing.Played] = []
     began = time.monotonic()
     progress = Progress(len(numbers))
-    for number in numbers:
-        drawn = plan.draw(args.seed, number, args.ranks)
-        outcome = stage.Stage(drawn).run()
-        verdict = judging.judge(outcome, args.within)
-        judged.append((outcome, verdict))
-        if verdict.violations or args.only is not None:
+    for one in playing.play(game, numbers, min(args.jobs, len(numbers))):
+        rounds.append(one)
+        if one.verdict.violations or args.only is not None:
             progress.clear()
-            print(table.round_as_text(outcome, verdict), flush=True)
+            print(table.round_as_text(one), flush=True)
         progress.step()
     progress.clear()
     seconds = time.monotonic() - began
-    print(table.as_text(judged))
-    bad = sum(bool(verdict.violations) for _, verdict in judged)
-    print(f"{len(judged)} rounds of seed {args.seed} in {seconds:.0f} s; {bad} not as promised")
+    print(table.as_text(rounds))
+    again = sum(one.again for one in rounds)
+    if again:
+        print(
+            f"{again} times a round was played again, because something was not as promised in it "
+            f"and the machine had given a process no processor for {playing.STARVED:g} s or more"
+        )
+    bad = sum(bool(one.verdict.violations) for one in rounds)
+    print(f"{len(rounds)} rounds of seed {args.seed} in {seconds:.0f} s; {bad} not as promised")
     if args.json:
-        document = table.as_json_document(judged, args.seed, seconds)
+        document = table.as_json_document(rounds, args.seed, seconds)
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
     return 1 if bad else 0

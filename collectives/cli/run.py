@@ -2,9 +2,10 @@
 
 Each rank is a process of its own that runs the program; `collectives.init()` in it finds the other
 ranks. If a rank fails, the others are stopped, and this command ends with the failed rank's exit
-status (128 + N if signal N ended it) after telling which rank that was. With --keep-going the others run
-on, for programs that call `Communicator.shrink`, and the job has succeeded if any rank has. Signals
-that this command gets are passed on to all ranks. No rank outlives it, even if it is killed.
+status (128 + N if signal N ended it) after telling which rank that was. With --keep-going the
+others run on, for programs that call `Communicator.shrink`, and the job has succeeded if any rank
+has. Signals that this command gets are passed on to all ranks. No rank outlives it, even if it is
+killed.
 """
 
 from __future__ import annotations
@@ -308,6 +309,7 @@ def _before_exec(parent: int, mask: Set[int]) -> Callable[[], None]:
     """What a rank does before it becomes the program: lead a group, die with its parent, take
     signals again.
     """
+
     def prepare() -> None:
         os.setpgid(0, 0)
         die_with_parent(parent)

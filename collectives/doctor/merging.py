@@ -102,7 +102,8 @@ class _Group:
 
     def _dead(self) -> str:
         died = [
-            (r, d["error"]) for r, d in self._ranks.items()
+            (r, d["error"])
+            for r, d in self._ranks.items()
             if d.get("error", {}).get("kind") == "peer_died"
         ]
         if not died:
@@ -138,12 +139,12 @@ class _Group:
         newest = max((r["sequence"] for r in self._last.values()), default=0)
         # Who is done with it has been there, and needs nobody any more.
         waiting = [
-            r for r, record in self._last.items()
+            r
+            for r, record in self._last.items()
             if record["sequence"] == newest and record["state"] != "done"
         ]
         behind = [
-            r for r in self._ranks
-            if r not in self._last or self._last[r]["sequence"] < newest
+            r for r in self._ranks if r not in self._last or self._last[r]["sequence"] < newest
         ]
         if not waiting or not behind:
             return ""
@@ -179,7 +180,8 @@ class _Group:
                 if peer is None:
                     return words
                 pairs = [
-                    p for p in peer["transfers"]
+                    p
+                    for p in peer["transfers"]
                     if (p["collective"], p["peer"], p["tag"]) == (other, rank, t["tag"])
                     and p["state"] in _IN_IT
                 ]

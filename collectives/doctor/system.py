@@ -118,7 +118,7 @@ def leftovers(place: Place) -> Iterator[Finding]:
     yield Finding(
         "advice",
         "leftovers",
-        f"{len(found)} segments ({total >> 20} MiB) that nobody has open, of crashed jobs: {owners}",
+        f"{len(found)} segments ({total >> 20} MiB) of crashed jobs, open nowhere: {owners}",
         f"rm {names}",
     )
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import cases
 import numpy as np
+from cases import Case
 
 import collectives as cc
-from cases import Case
 from collectives.config import COLLECTIVES
 
 
@@ -133,7 +133,9 @@ def main(args: argparse.Namespace) -> None:
     if args.how == "nodes":
         over_mpi()
         return
-    comm = cc.init(timeout=3 if args.how == "stopped" else 30)
+    comm = cc.init(timeout=30)
+    if args.how == "stopped":
+        comm = comm.duplicate(timeout=3)
     n, rank = comm.size, comm.rank
     victims = [int(v) for v in args.victims.split(",")] if args.victims else []
     survivors = [r for r in range(n) if r not in victims]
@@ -146,7 +148,7 @@ def main(args: argparse.Namespace) -> None:
             too_late(comm)
         error = until_it_fails(comm, 100)
         assert not isinstance(error, cc.MismatchError), error
-        comm = go_on(comm, victims, 2 if args.how == "stopped" else 10)
+        comm = go_on(comm, victims, 5 if args.how == "stopped" else 20)
         if args.how == "stopped" and comm.rank == 0:
             for victim in victims:
                 os.kill(int(numbers[victim]), signal.SIGCONT)
