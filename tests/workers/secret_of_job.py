@@ -1,0 +1,5 @@
+"""Writes the secret that the launcher has given to this rank."""
+
+import os
+
+print(os.environ["COLLECTIVES_SECRET"])
