@@ -11,6 +11,9 @@ CUDA ?= AUTO# AUTO, ON or OFF
 CUPY ?= cupy-cuda13x# what `make test-gpu` installs where cupy is missing
 WERROR ?= OFF# ON: compiler warnings are errors
 SANITIZE ?= address,undefined# of `make sanitize`; or thread
+SANITIZE_TESTS ?= $(patsubst tests/cpp/%.cpp,%,$(wildcard tests/cpp/test_*.cpp))# those that it runs
+MINUTES ?= 30# of `make soak`
+MESSAGES ?= 1200000# of `make fuzz`
 PYTEST_ARGS ?= --quiet --numprocesses=2
 BENCH_ARGS ?=
 TORCH_REQUIREMENT ?= torch==2.13.0# the release that CI tests
@@ -29,6 +32,7 @@ PYTHON_PATHS := $(wildcard collectives tests bench examples docs setup.py)
 EDITABLE := build/editable
 CTEST_ARGS := --parallel $(CORES) --output-on-failure --no-tests=error
 comma := ,
+space := $(subst ,, )
 TEST_NEEDS := $(VENV)/.with-test $(if $(TORCH),$(VENV)/.torch) $(if $(JAX),$(VENV)/.jax) \
 	$(if $(wildcard tests/cpp/test_*.cpp),test-cpp)
 
@@ -46,7 +50,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-cpp test-nodes test-torch-suite test-gpu sanitize lint format bench docs wheel matrix clean distclean
+.PHONY: help install demo test test-cpp test-nodes test-torch-suite test-gpu sanitize fuzz soak lint format bench docs wheel matrix clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -150,13 +154,21 @@ test-gpu: $(VENV)/.project $(VENV)/.with-test ## run what the GPUs here can, and
 	@$(BIN)/python tests/run_gpu.py
 
 sanitize: $(VENV)/.tools ## run the C++ tests under SANITIZE: address,undefined or thread
-	$(call stage,tests/cpp: compile for $(SANITIZE),sanitize,\
+	$(call stage,tests/cpp: compile for $(SANITIZE),sanitize-$(SANITIZE),\
 		PATH="$(CURDIR)/$(BIN):$$PATH" && \
-		cmake -S . -B build/sanitize -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
-			-DCOLLECTIVES_BUILD_PYTHON=OFF -DCOLLECTIVES_BUILD_TESTS=ON -DCOLLECTIVES_CUDA=OFF \
+		cmake -S . -B build/sanitize-$(SANITIZE) -G Ninja -DCMAKE_BUILD_TYPE=Debug \
+			-DCMAKE_CXX_FLAGS_DEBUG=-O1 -DCOLLECTIVES_BUILD_PYTHON=OFF \
+			-DCOLLECTIVES_BUILD_TESTS=ON -DCOLLECTIVES_CUDA=OFF \
 			-DCOLLECTIVES_SANITIZE="$(SANITIZE)" && \
-		cmake --build build/sanitize --parallel $(CORES))
-	@$(BIN)/ctest --test-dir build/sanitize $(CTEST_ARGS)
+		cmake --build build/sanitize-$(SANITIZE) --parallel $(CORES) --target $(SANITIZE_TESTS))
+	@$(BIN)/ctest --test-dir build/sanitize-$(SANITIZE) $(CTEST_ARGS) \
+		--tests-regex '^($(subst $(space),|,$(strip $(SANITIZE_TESTS))))$$'
+
+fuzz: $(VENV)/.project ## send MESSAGES random and mutated messages to the rendezvous
+	@$(BIN)/python tests/fuzz_rendezvous.py --messages $(MESSAGES)
+
+soak: $(VENV)/.project $(VENV)/.with-test ## run verified random calls for MINUTES in 4 processes, memory flat
+	@$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
 lint: $(VENV)/.with-lint ## check format, lint and types
 	@failed=; check() { echo "$$@" | cut -c -100; "$$@" || failed=1; }; \

@@ -111,7 +111,8 @@ std::uint64_t random_cookie() {
 int make_memfd(const char* name, std::size_t bytes) {
   const int fd = memfd_create(name, MFD_CLOEXEC);
   if (fd < 0) system_failed("memfd_create");
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+  // The kernel makes it 0777. Who may look into /proc/PID/fd is asked first, and this as well.
+  if (fchmod(fd, S_IRUSR | S_IWUSR) != 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     const int error = errno;
     close(fd);
     errno = error;

@@ -404,6 +404,13 @@ class Prepared(NamedTuple):
     keep: Any
 
 
+class _NeverRun:
+    """In place of the core's work of a call that was recorded."""
+
+    def done(self) -> bool:
+        return True
+
+
 def prepare(comm: Communicator, bound: Bound) -> Prepared:
     """What `comm` would hand to the core for this call; nothing runs.
 
@@ -411,8 +418,9 @@ def prepare(comm: Communicator, bound: Bound) -> Prepared:
     """
     recorded: list[tuple[Any, ...]] = []
 
-    def record(*arguments: Any) -> None:
+    def record(*arguments: Any) -> _NeverRun:
         recorded.append(arguments)
+        return _NeverRun()
 
     args, kwargs = bound.arguments()
     submit, comm._submit = comm._submit, record

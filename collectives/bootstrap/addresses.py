@@ -66,10 +66,11 @@ def _read_private(path: str, name: str) -> bytes:
         if error.errno == errno.ELOOP:
             raise BootstrapError(f"{name} is a symbolic link: name the file itself") from error
         raise BootstrapError(f"{name} cannot be read: {error.strerror}") from error
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise BootstrapError(f"{name} is no regular file")
     with open(file, "rb") as opened:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise BootstrapError(f"{name} is no regular file")
         if found.st_uid not in (os.geteuid(), 0):
             raise BootstrapError(
                 f"{name} belongs to user {found.st_uid}, this process to user {os.geteuid()}"

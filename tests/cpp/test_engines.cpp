@@ -99,22 +99,77 @@ class Checker {
   int n_, me_;
 };
 
-void rank_body(int rank, int n, const std::shared_ptr<Region>& region) {
+// What the ranks of one world share.
+struct Shared {
+  explicit Shared(int n) : handles(n) {
+    RegionShape shape;
+    shape.nranks = n;
+    shape.channels = Communicator::kChannels;
+    shape.fifo_slot = 16 << 10;
+    shape.stage_slot = 32 << 10;
+    region = Region::make_private(shape);
+  }
+  std::shared_ptr<Region> region;
+  std::vector<std::string> handles;  // of a symmetric segment
+  std::atomic<int> came{0};
+};
+
+CommunicatorConfig config_of(int rank, int n, const Shared& shared) {
+  CommunicatorConfig config;
+  config.rank = rank;
+  config.nranks = n;
+  config.node.assign(n, 0);
+  for (int r = 0; r < n; ++r) config.local_of.push_back(n == 1 ? -1 : r);
+  config.region = n == 1 ? nullptr : shared.region;
+  config.threads = true;
+  config.tuning.crowded = true;
+  config.tuning.spins = 1;
+  config.tuning.segment_bytes = 4 << 10;  // several segments, so that lanes and slots are used
+  config.tuning.chunk_bytes = 8 << 10;
+  config.slot_bytes = 16 << 10;
+  config.timeout_s = 60;
+  return config;
+}
+
+// One call that is queued; the array lives until the work is done.
+std::shared_ptr<Work> queue_sum(Communicator& comm, std::vector<double>& x, const char* algorithm) {
+  Call call;
+  call.dtype = Dtype::float64;
+  call.input = reinterpret_cast<const std::byte*>(x.data());
+  call.output = reinterpret_cast<std::byte*>(x.data());
+  call.count = x.size();
+  Communicator::Options options;
+  options.algorithm = comm.intern(algorithm);
+  return comm.submit(call, options);
+}
+
+void finish(const std::vector<std::shared_ptr<Work>>& works,
+            const std::vector<std::vector<double>>& arrays, int n) {
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    works[i]->wait(60);
+    if (works[i]->error()) std::rethrow_exception(works[i]->error());
+    if (arrays[i].back() != n) fail("a queued call came out wrong");
+  }
+}
+
+// While queued calls run, the caller names new algorithms and makes and drops symmetric memory.
+void change_beside_the_queue(Communicator& comm, Shared& shared) {
+  const int n = comm.size(), rank = comm.rank();
+  std::vector<std::vector<double>> arrays(20, std::vector<double>(3000, 1.0));
+  std::vector<std::shared_ptr<Work>> works;
+  for (auto& x : arrays) works.push_back(queue_sum(comm, x, "direct_two_shot"));
+  for (int i = 0; i < 50; ++i) comm.intern("unused " + std::to_string(i));
+  shared.handles[rank] = comm.make_segment(1 << 16);
+  ++shared.came;
+  while (shared.came < n) std::this_thread::yield();
+  comm.open_segment(1, 1 << 16, shared.handles);
+  finish(works, arrays, n);
+  comm.release_segment(1);
+}
+
+void rank_body(int rank, int n, Shared& shared) {
   try {
-    CommunicatorConfig config;
-    config.rank = rank;
-    config.nranks = n;
-    config.node.assign(n, 0);
-    for (int r = 0; r < n; ++r) config.local_of.push_back(n == 1 ? -1 : r);
-    config.region = n == 1 ? nullptr : region;
-    config.threads = true;
-    config.tuning.crowded = true;
-    config.tuning.spins = 1;
-    config.tuning.segment_bytes = 4 << 10;  // several segments, so that lanes and slots are used
-    config.tuning.chunk_bytes = 8 << 10;
-    config.slot_bytes = 16 << 10;
-    config.timeout_s = 60;
-    Communicator comm(config);
+    Communicator comm(config_of(rank, n, shared));
     Checker checker(comm);
     World world;
     world.nranks = n;
@@ -142,41 +197,61 @@ void rank_body(int rank, int n, const std::shared_ptr<Region>& region) {
     // Queued calls.
     std::vector<std::vector<double>> arrays(10, std::vector<double>(100, 1.0));
     std::vector<std::shared_ptr<Work>> works;
-    for (auto& x : arrays) {
-      Call call;
-      call.dtype = Dtype::float64;
-      call.input = reinterpret_cast<const std::byte*>(x.data());
-      call.output = reinterpret_cast<std::byte*>(x.data());
-      call.count = x.size();
-      Communicator::Options options;
-      options.algorithm = comm.intern("ring");
-      works.push_back(comm.submit(call, options));
-    }
-    for (std::size_t i = 0; i < works.size(); ++i) {
-      works[i]->wait(60);
-      if (works[i]->error()) std::rethrow_exception(works[i]->error());
-      if (arrays[i][99] != n) fail("a queued call came out wrong");
-    }
+    for (auto& x : arrays) works.push_back(queue_sum(comm, x, "ring"));
+    finish(works, arrays, n);
+    change_beside_the_queue(comm, shared);
   } catch (const std::exception& error) {
     fail("rank " + std::to_string(rank) + " of " + std::to_string(n) + ": " + error.what());
   }
+}
+
+// A communicator from its making to its end, with a queued call on the way.
+void short_life(int rank, int n, Shared& shared) {
+  try {
+    Communicator comm(config_of(rank, n, shared));
+    std::vector<std::vector<double>> arrays(1, std::vector<double>(50, 1.0));
+    finish({queue_sum(comm, arrays[0], "ring")}, arrays, n);
+  } catch (const std::exception& error) {
+    fail(std::string{"a short life: "} + error.what());
+  }
+}
+
+// rank 0 aborts from a thread of its own while all wait for a call that it never makes.
+void abort_beside_a_wait(int rank, int n, Shared& shared) {
+  Communicator comm(config_of(rank, n, shared));
+  std::thread aborting;
+  if (rank == 0) aborting = std::thread([&] { comm.abort("enough"); });
+  std::vector<double> x(100, 1.0);
+  try {
+    if (rank == n - 1) {
+      while (!comm.broken()) queue_sum(comm, x, "ring")->wait(60);
+    } else {
+      for (;;) {
+        const auto work = queue_sum(comm, x, "ring");
+        work->wait(60);
+        if (work->error()) std::rethrow_exception(work->error());
+      }
+    }
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::aborted && error.kind() != ErrorKind::closed) fail(error.what());
+  }
+  if (aborting.joinable()) aborting.join();
+}
+
+void on_threads(int n, void (*body)(int, int, Shared&)) {
+  Shared shared(n);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < n; ++r) threads.emplace_back(body, r, n, std::ref(shared));
+  for (auto& t : threads) t.join();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const int most = argc > 1 ? std::atoi(argv[1]) : 5;
-  for (int n = 1; n <= most; ++n) {
-    RegionShape shape;
-    shape.nranks = n;
-    shape.channels = Communicator::kChannels;
-    shape.fifo_slot = 16 << 10;
-    shape.stage_slot = 32 << 10;
-    const auto region = Region::make_private(shape);
-    std::vector<std::thread> threads;
-    for (int r = 0; r < n; ++r) threads.emplace_back(rank_body, r, n, region);
-    for (auto& t : threads) t.join();
-  }
+  for (int n = 1; n <= most; ++n) on_threads(n, rank_body);
+  for (int i = 0; i < 500; ++i) on_threads(2, short_life);  // a leak checker looks at the end
+  for (int i = 0; i < 20; ++i) on_threads(3, abort_beside_a_wait);
   std::printf("%ld calls, %d failures\n", calls.load(), failures.load());
   return failures != 0;
 }
