@@ -69,8 +69,8 @@ def test_presets_run(name):
     for nodes in (1, 2, 40):
         topology = simulate.load(name, nodes)
         assert topology.flops > 0
-        for name, collective in (("direct_two_shot", "all_to_all"), ("ring", "all_gather")):
-            assert simulate.simulate(name, collective, 1 << 16, topology).seconds > 0
+        for algorithm, collective in (("direct_two_shot", "all_to_all"), ("ring", "all_gather")):
+            assert simulate.simulate(algorithm, collective, 1 << 16, topology).seconds > 0
 
 
 def test_published_figures_of_the_dgx_h100():
