@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import models
 import numpy as np
@@ -700,3 +702,13 @@ def test_the_bar_is_for_terminals():
         bar.close()
         assert ("step 1/1  loss 0.5000  1,000 samples/s  exposed 2.0 ms" in stream.text) == shown
     assert json.loads(metrics.json())["grad_norm"] is None
+
+
+def test_numpy_users_import_nothing_else():
+    """Neither torch, jax, cupy nor safetensors, and no drawing library."""
+    code = (
+        "import sys, collectives.train, collectives.bucketing, collectives.train.batch_norm;"
+        "heavy = {'torch', 'jax', 'cupy', 'safetensors', 'matplotlib'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
