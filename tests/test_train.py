@@ -551,6 +551,8 @@ def test_gradients_that_are_not_finite(mode, bad):
             trainer.step((spoilt, batch[1]))
         assert models.bits(trainer.parameters()) == before
         trainer.step(batch)  # and it can go on
+        trainer.close()
+        comm.barrier()
         return str(told.value)
 
     for words in cc.run_threads(3, body, nodes=NODES[3], timeout=60):
@@ -704,8 +706,9 @@ def test_the_bar_is_for_terminals():
     for rank, terminal, shown in [(0, True, True), (0, False, False), (1, True, False)]:
         stream = Terminal(terminal)
         bar = Bar(1, rank, stream)
-        bar.step(metrics)
+        bar.step(metrics, "global batch 100")
         bar.close()
+        assert stream.text.startswith("global batch 100\n") == shown
         assert ("step 1/1  loss 0.5000  1,000 samples/s  exposed 2.0 ms" in stream.text) == shown
     assert json.loads(metrics.json())["grad_norm"] is None
 

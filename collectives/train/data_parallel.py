@@ -286,7 +286,7 @@ class Trainer:
         try:
             for batch in self.join(batches):
                 yield batch
-                bar.step(self.last)
+                bar.step(self.last, self.global_batch)
         finally:
             bar.close()
 
@@ -349,6 +349,11 @@ class Trainer:
     def nbytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps."""
         return self.store.nbytes()
+
+    def close(self) -> None:
+        """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local."""
+        for comm in self.bucketer.siblings:
+            comm.close()
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for Chrome or Perfetto, by rank 0. Collective."""
