@@ -363,8 +363,9 @@ def test_tied_frozen_and_grouped_parameters(stage):
     assert cc.run_threads(2, body, timeout=20) == [wanted] * 2
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_unused_parameters_are_left_alone(stage):
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unused_parameters_are_left_alone(stage, static):
     """Used on rank 1 alone: it is stepped. Used nowhere: no weight decay, no momentum."""
 
     def function(params, batch, emit):
@@ -380,12 +381,17 @@ def test_unused_parameters_are_left_alone(stage):
             comm,
             params={n: np.ones(3) for n in "abc"},
             sharding=stage,
-            find_unused=True,
+            find_unused=not static,
+            static_graph=static,
         )
-        trainer.step(np.full((1, 1), comm.rank))
-        return [trainer.parameters()[n][0] for n in "abc"]
+        found = []
+        for _ in range(2):
+            trainer.step(np.full((1, 1), comm.rank))
+            found.append([trainer.parameters()[n][0] for n in "abc"])
+        return found
 
-    assert cc.run_threads(2, body, timeout=20) == [[-0.5, 1 - 2 - 0.5, 1.0]] * 2
+    wanted = [[-0.5, -1.5, 1.0], [-1.25, -2.75, 1.0]]
+    assert cc.run_threads(2, body, timeout=20) == [wanted] * 2
 
 
 def test_a_model_begins_as_that_of_rank_0():

@@ -272,7 +272,7 @@ class Trainer:
             scale=scale,
             seconds=time.monotonic() - began,
             exposed=exposed,
-            overlap=100.0 * (1 - exposed / busy) if busy else 100.0,
+            overlap=100.0 * max(0.0, 1 - exposed / busy) if busy else 100.0,
         )
         self._log.write(self.last)
         return self.last
