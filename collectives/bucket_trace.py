@@ -36,7 +36,8 @@ class Statistics:
 
     steps, buckets, nbytes  reductions that were done
     busy                    seconds in which a collective ran
-    exposed                 seconds of them in which the caller waited at the end of backward
+    exposed                 seconds of them in which the caller waited: at the end of backward, or
+                            before it for the memory of a transient bucket
     """
 
     steps: int = 0
@@ -48,7 +49,7 @@ class Statistics:
     @property
     def overlap(self) -> float:
         """How much of the communication was hidden behind backward, in percent."""
-        return 100.0 * (1.0 - self.exposed / self.busy) if self.busy else 100.0
+        return 100.0 * max(0.0, 1.0 - self.exposed / self.busy) if self.busy else 100.0
 
 
 class Trace:

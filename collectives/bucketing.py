@@ -472,7 +472,9 @@ class Bucketer:
             last = before[turn - len(pool)]
             if last.work is None:
                 return False
+            began = time.monotonic()
             last.work.wait()
+            self._trace.statistics.exposed += time.monotonic() - began
             last.buffer = None
         bucket.buffer = pool[turn % len(pool)][: bucket.count]
         return True

@@ -510,3 +510,16 @@ def test_symmetric_memory_is_given_back():
         return len(comm._memory._dropped)
 
     assert all(left <= 1 for left in cc.run_threads(2, body))
+
+
+def test_a_work_tells_when_it_ran():
+    def body(comm):
+        before = time.monotonic()
+        works = [comm.all_reduce(ones(1000), async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        times = [t for work in works for t in work.span()]
+        assert times == sorted(times)  # one after the other
+        assert before <= times[0] and times[-1] <= time.monotonic()
+
+    cc.run_threads(2, body, timeout=20)

@@ -246,7 +246,7 @@ def test_arrays_that_overlap_in_part():
             lambda: comm.all_reduce(whole[:60], out=whole[20:80]),
             lambda: comm.reduce_scatter(whole[:60], out=whole[31:61]),
             lambda: comm.reduce_scatter_v(
-                whole[:60], [20, 40], out=whole[:20] if comm.rank == 0 else whole[:40]
+                whole[:60], [20, 40], out=whole[1:21] if comm.rank == 0 else whole[:40]
             ),
             lambda: comm.all_gather(whole[5:15], out=whole[:20]),
             lambda: comm.all_gather_v(whole[:10], [10, 10], out=whole[5:25]),

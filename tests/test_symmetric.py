@@ -279,3 +279,24 @@ def test_torch_tensors():
         return True
 
     assert all(cc.run_threads(2, body, timeout=20))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1]])
+def test_uneven_blocks_in_place(symmetric, nodes):
+    """reduce_scatter_v into, and all_gather_v from, the rank's own block of the whole array."""
+
+    def body(comm):
+        for counts in ([0, 1, 5], [3000, 1, 70_000], [9, 9, 0]):
+            ends = np.cumsum([0, *counts])
+            whole = comm.empty(int(ends[-1])) if symmetric else np.empty(ends[-1], np.float32)
+            whole[:] = np.arange(ends[-1]) % 101 + comm.rank
+            mine = whole[ends[comm.rank] : ends[comm.rank + 1]]
+            assert comm.reduce_scatter_v(whole, counts, out=mine) is mine
+            comm.all_gather_v(mine, counts, out=whole)
+            assert np.array_equal(whole, 3 * (np.arange(ends[-1]) % 101) + 3)
+        with pytest.raises(cc.ArrayError, match="overlap"):
+            part = whole[1 : 1 + counts[comm.rank]] if comm.rank == 0 else whole[:1]
+            comm.all_gather_v(part, [9, 1, 1], out=whole[:11])
+
+    cc.run_threads(3, body, nodes=nodes, timeout=20)

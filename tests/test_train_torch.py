@@ -256,6 +256,59 @@ def test_gradients_that_are_not_finite():
         assert "'place' (rank 1)" in words and "embed" not in words
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("AdamW", {"lr": 1e-2}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("RMSprop", {"lr": 1e-3})],
+)
+def test_optimizers_of_torch(kind, settings):
+    """Under every stage as torch alone, with a group of its own for the biases."""
+
+    def groups(net):
+        named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+        return [
+            {"params": [p for n, p in named if "bias" not in n]},
+            {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.1},
+        ]
+
+    net = seeded()
+    optimizer = getattr(torch.optim, kind)(groups(net), **settings)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(net, data(step)).backward()
+        optimizer.step()
+    wanted = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
+
+    def body(comm):
+        for mode in MODES:
+            mine = seeded()
+            theirs = getattr(torch.optim, kind)(groups(mine), **settings)
+            trainer = make(comm, mode, net=mine, optimizer=theirs)
+            for step in range(5):
+                trainer.step(models.part_of_tensors(data(step), comm.rank, comm.size))
+            for name, x in trainer.parameters().items():
+                error = np.linalg.norm(x - wanted[name])
+                assert error <= 1e-4 * np.linalg.norm(wanted[name]), (mode, name)
+
+    cc.run_threads(3, body, nodes=NODES[3], timeout=60)
+
+
+def test_optimizers_of_torch_that_cannot_be_sharded():
+    def body(comm, stage):
+        net = seeded()
+        optimizer = torch.optim.Adafactor([p for p in net.parameters() if p.requires_grad])
+        trainer = make(comm, (stage, None), net=net, optimizer=optimizer)
+        before = trainer.step(data(0)).loss
+        return all(trainer.step(data(0)).loss < before for _ in range(3))
+
+    assert cc.run_threads(2, body, 0, timeout=60) == [True, True]
+    with pytest.raises(cc.UnsupportedError, match="Adafactor looks at whole parameters"):
+        cc.run_threads(2, body, 1, timeout=60)
+    with pytest.raises(ValueError, match="does not hold parameter"):
+        net = seeded()
+        optimizer = torch.optim.SGD([net.place], lr=1.0)
+        cc.run_threads(1, lambda comm: make(comm, net=net, optimizer=optimizer))
+
+
 def test_what_a_module_needs():
     with pytest.raises(TypeError, match="a torch module needs loss="):
         cc.run_threads(1, lambda comm: Trainer(torch.nn.Linear(2, 2), SGD(lr=1), comm))

@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..drawing import PALETTE
 from ..train.plan import BYTES, STATES, Job, Stage, bytes_per_parameter, plan
 from . import _common
 
@@ -138,6 +139,8 @@ def _draw(job: Job, stages: list[Stage], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=PALETTE)
+
     timed = job.flops is not None
     figure, axes = pyplot.subplots(1, 2 + timed, figsize=(4.2 * (2 + timed), 3.6), squeeze=False)
     names = [f"ZeRO-{s.stage}" for s in stages]
@@ -160,8 +163,8 @@ def _draw(job: Job, stages: list[Stage], path: str) -> None:
             label="exposed communication",
         )
         axes[0][2].set_title("predicted step, ms")
-        axes[0][2].legend(fontsize=8)
-    figure.suptitle(f"{job.params:.3g} parameters on {job.ranks} ranks")
+        axes[0][2].legend(fontsize=8, loc="lower right")
+    figure.suptitle(f"{job.params / 1e9:.3g} billion parameters on {job.ranks} ranks")
     figure.tight_layout()
     figure.savefig(path, format="png", dpi=110)
     pyplot.close(figure)

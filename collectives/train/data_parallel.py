@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ import numpy as np
 from ..agreement import agree, exchange
 from ..array import device_name, dtype_name, empty, native
 from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec
-from ..errors import CollectiveError, did_you_mean
+from ..errors import CollectiveError, UnsupportedError, did_you_mean
 from ..work import ThenWork, Work
 from .batches import micro_batches, samples
 from .functional import FunctionModel
@@ -201,7 +202,11 @@ class Trainer:
             self.bucketer.siblings.append(gathers)
         if group is not None and group is not comm:
             self.bucketer.siblings.append(group)
-        self._stepper = Stepper(self.store, self._optimizers, self._number)
+        self._stepper: Any = Stepper(self.store, self._optimizers, self._number)
+        if self._torch is not None:
+            from .torch_optimizer import TorchStepper
+
+            self._stepper = TorchStepper(self.store, self._torch, self._optimizers[0])
         self._build(values)
         # Whole parameters are kept as long as buckets may still be filled anew, and no longer.
         self._values: Mapping[str, Any] | None = values if self.bucketer.will_rebuild else None
@@ -243,6 +248,7 @@ class Trainer:
         self._after_reduction()
         norm, overflow = self._norm(scale, unused)
         factor = self.schedule(self.updates)
+        lr = self._stepper.lr * factor
         if not overflow:
             clip = 1.0
             if self.clip_norm is not None and norm > self.clip_norm:
@@ -259,14 +265,14 @@ class Trainer:
         self.last = Metrics(
             step=self.steps,
             loss=float(sums[0]) / total,
-            lr=self._optimizers[0].lr * factor,
+            lr=lr,
             samples=total,
             grad_norm=norm,
             skipped=overflow,
             scale=scale,
             seconds=time.monotonic() - began,
             exposed=exposed,
-            overlap=100.0 * (1 - exposed / busy) if busy else 100.0,
+            overlap=100.0 * max(0.0, 1 - exposed / busy) if busy else 100.0,
         )
         self._log.write(self.last)
         return self.last
@@ -280,7 +286,7 @@ class Trainer:
         try:
             for batch in self.join(batches):
                 yield batch
-                bar.step(self.last)
+                bar.step(self.last, self.global_batch)
         finally:
             bar.close()
 
@@ -344,6 +350,11 @@ class Trainer:
         """Bytes that this rank holds between steps."""
         return self.store.nbytes()
 
+    def close(self) -> None:
+        """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local."""
+        for comm in self.bucketer.siblings:
+            comm.close()
+
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for Chrome or Perfetto, by rank 0. Collective."""
         self.bucketer.write_trace(path)
@@ -352,13 +363,21 @@ class Trainer:
         """See `checkpoint.save`."""
         from .checkpoint import save
 
+        self._check_state()
         save(self, path, sampler)
 
     def load(self, path: str | Path, *, sampler: Any = None) -> None:
         """See `checkpoint.load`."""
         from .checkpoint import load
 
+        self._check_state()
         load(self, path, sampler)
+
+    def _check_state(self) -> None:
+        if self._torch is not None:
+            raise UnsupportedError(
+                "checkpoints hold the state of the optimizers of collectives.train, not of torch's"
+            )
 
     # ---- for checkpoints -----------------------------------------------------------------------
 
@@ -405,13 +424,24 @@ class Trainer:
 
     def _groups(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         """Which optimizer steps which parameter: `_optimizers`, and its number for each name."""
+        self._optimizers: list[Any] = [optimizer]
+        self._number = dict.fromkeys(self._model.parameters, 0)
+        self._torch: Any = None
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+            from .module import ModuleModel
+            from .torch_optimizer import TorchOptimizer
+
+            if groups or not isinstance(self._model, ModuleModel):
+                raise TypeError("a torch optimizer has groups of its own, and steps a module")
+            self._torch = optimizer
+            self._optimizers = [TorchOptimizer.of(optimizer, self._model.named)]
+            return
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}; pass one of collectives.train: SGD, "
-                "Adam, AdamW, LARS, LAMB"
+                "Adam, AdamW, LARS, LAMB, or for a module one of torch's"
             )
-        self._optimizers = [optimizer]
-        self._number = dict.fromkeys(self._model.parameters, 0)
         for group in groups:
             settings = dict(group)
             patterns = settings.pop("params")
@@ -456,6 +486,7 @@ class Trainer:
                 count = (shard.high - shard.low,)
                 shard.grad = empty(count, shard.bucket.dtype, shard.bucket.device)
         self._model.bind(self.store, self._gatherer, self._dtype)
+        self._stepper.build()
 
     # ---- gradients -----------------------------------------------------------------------------
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..array import from_pointer, native, numpy_dtype
+from ..array import native
 from ..array.dtypes import torch_dtype
 from .model import Model, Ready
 from .sharding import Shard
+from .torch_arrays import tensor_of
 
 if TYPE_CHECKING:
     from .gathering import Gatherer
@@ -49,6 +50,11 @@ class ModuleModel(Model):
         for name, parameter in self._tensors.items():
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
+    @property
+    def named(self) -> dict[int, str]:
+        """The names of the trainable parameters, by id."""
+        return self._names
+
     # ---- where parameters live -----------------------------------------------------------------
 
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
@@ -58,7 +64,7 @@ class ModuleModel(Model):
         if gatherer is None:
             for name, parameter in self._tensors.items():
                 shard = store.owners[name][0]
-                parameter.data = _tensor(store.view(name, shard.full))
+                parameter.data = tensor_of(store.view(name, shard.full))
         else:
             for shard in store.shards:
                 kind = torch_dtype(torch, shard.dtype)
@@ -70,7 +76,7 @@ class ModuleModel(Model):
         if not first:
             return
         for name, parameter in self._frozen.items():
-            value = _tensor(self.frozen[name])
+            value = tensor_of(self.frozen[name])
             parameter.data = value if self._dtype is None else value.to(self._dtype)
             self.frozen[name] = native(parameter.detach())
         if gatherer is not None:
@@ -160,15 +166,6 @@ class ModuleModel(Model):
 
 def _copy(x: torch.Tensor) -> Any:
     return native(x.detach().contiguous().clone())
-
-
-def _tensor(x: Any) -> torch.Tensor:
-    """An array of numpy or cupy as a tensor on the same memory."""
-    if hasattr(x, "get"):
-        return torch.from_dlpack(x)
-    if x.dtype == numpy_dtype("bfloat16"):
-        return from_pointer(x.ctypes.data, x.shape, "bfloat16", owner=x, kind="torch")
-    return torch.from_numpy(x)
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:

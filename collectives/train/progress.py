@@ -78,8 +78,11 @@ class Bar:
         self._done = 0
         self._next = 0.0
 
-    def step(self, metrics: Metrics | None) -> None:
+    def step(self, metrics: Metrics | None, about: str = "") -> None:
+        """A step is done; `about`, what there is to say of the run, comes before the first line."""
         self._done += 1
+        if self._shown and self._done == 1 and about:
+            self._stream.write(f"{about}\n")
         now = time.monotonic()
         last = self._total is not None and self._done >= self._total
         if not self._shown or metrics is None or (now < self._next and not last):

@@ -34,6 +34,15 @@ class Stepper:
         self._optimizers = optimizers
         self._number = number
 
+    @property
+    def lr(self) -> float:
+        """Of the first group."""
+        return self._optimizers[0].lr
+
+    def build(self) -> None:
+        """The store was laid out anew; nothing is kept of the old one."""
+        return
+
     def step(self, updates: int, factor: float, coefficient: float, unused: frozenset[str]) -> None:
         """One step, and its result in the parameters of all ranks. Collective over the ranks that
         share.
