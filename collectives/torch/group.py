@@ -388,6 +388,10 @@ class CollectivesGroup(Transfers, BaseGroup):
         root: int = 0,
         nbytes: int | None = None,
     ) -> None:
+        if not 0 <= root < self._size:
+            raise ValueError(
+                f"{collective}: root {root} is out of range: ranks are 0 to {self._size - 1}"
+            )
         held = source if source is not None else target
         assert held is not None
         call.steps.append(
