@@ -19,7 +19,7 @@ from ..calls import ANY_PAIR
 from ..errors import ArrayError, UnsupportedError
 from .base import BaseGroup
 from .joining import Meeting
-from .lanes import Step, next_key
+from .lanes import Step, in_callback
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
 from .transfers import Transfers
@@ -86,10 +86,10 @@ class CollectivesGroup(Transfers, BaseGroup):
         op = op_for(opts.reduceOp, dtype)
         if op.divide or self._coalesced is not None or tensor.is_conj() or tensor.is_neg():
             return None
-        if next_key() is not None:
-            return None
         if self._size == 1 and op is SUM:
             return DONE
+        if in_callback():
+            return None
         number, times = reduced(dtype)
         pointer, count = tensor.data_ptr(), tensor.numel() * times
         self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)

@@ -65,6 +65,11 @@ def next_key() -> int | None:
     return mix(_scope.key, _scope.calls)
 
 
+def in_callback() -> bool:
+    """True if this thread runs a callback of a future."""
+    return _scope.key is not None
+
+
 class Callback:
     """`with Callback(key):` runs a callback of a future: its calls go to the callback lane."""
 
@@ -258,6 +263,15 @@ class CallbackLane:
             if self._failure is not None:
                 job.end(self._failure)
                 return job
+            if key in self._waiting:
+                job.end(
+                    CollectiveError(
+                        "two callbacks make a call with the same key, so ranks cannot tell which "
+                        "is which: make them from callbacks of different futures",
+                        rank=self._rank,
+                    )
+                )
+                return job
             self._waiting[key] = job
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -362,6 +376,7 @@ __all__ = [
     "Job",
     "MainLane",
     "Step",
+    "in_callback",
     "key_of",
     "mix",
     "next_key",

@@ -158,7 +158,11 @@ def again() -> None:
         if dist.get_rank() < 2:
             dist.barrier(group=half)
         dist.destroy_process_group()
+    start()
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for number, part in enumerate(sys.argv[1:]):
+        if number:
+            dist.destroy_process_group()
+        globals()[part]()
