@@ -15,9 +15,9 @@ import torch.distributed as dist
 from .. import _core
 from .completing import Completer
 from .joining import Meeting
-from .lanes import CallbackLane, MainLane, key_of, mix, next_key
 from .monitoring import monitored_barrier
 from .tensors import Call
+from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
 from .work import CompletedWork, JoinedWork, PendingWork
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
@@ -37,11 +37,11 @@ class BaseGroup(dist.ProcessGroup):
         self._meeting = meeting
         self._name, self._description = name, "undefined"
         comm = meeting.join("main")
-        self._main = MainLane(comm)
-        self._callbacks = CallbackLane(
+        self._main = MainTrack(comm)
+        self._callbacks = CallbackTrack(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
         )
-        # Calls of the main lane end in the order in which they were made. Those of the other lane
+        # Calls of the main track end in the order in which they were made. Those of the other track
         # do not, so its completer is given calls that have ended.
         self.completer = Completer()
         self.callback_completer = Completer()

@@ -10,7 +10,7 @@ import torch
 import torch.futures
 
 from .completing import run_on_a_thread
-from .lanes import Callback, mix
+from .tracks import Callback, mix
 
 
 class Future(torch.futures.Future):

@@ -19,9 +19,9 @@ from ..calls import ANY_PAIR
 from ..errors import ArrayError, UnsupportedError
 from .base import BaseGroup
 from .joining import Meeting
-from .lanes import Step, in_callback
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
+from .tracks import Step, in_callback
 from .transfers import Transfers
 from .work import CompletedWork, Gathered
 

@@ -14,7 +14,7 @@ import torch.futures
 
 from ..errors import DeadlineError
 from .futures import Future, as_future_error
-from .lanes import Job
+from .tracks import Job
 
 if TYPE_CHECKING:
     from .. import _core
@@ -24,7 +24,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Handle(Protocol):
-    """Something under way: a call in the core's queue, one on the callback lane, a transfer."""
+    """Something under way: a call in the core's queue, one on the callback track, a transfer."""
 
     def done(self) -> bool: ...
     def wait(self, seconds: float) -> bool: ...
