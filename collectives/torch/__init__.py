@@ -8,9 +8,10 @@ when torch is imported. The rest of this package is loaded with the first proces
     joining.py       a communicator for the ranks of a process group
     group.py         the process group: every call of torch.distributed
     tensors.py       tensors as the core sees them
-    lanes.py         who makes which call when: callers, and callbacks of futures
-    work.py          what an asynchronous call returns, and its future
-    completing.py    the threads that complete futures
+    tracks.py         who makes which call when: callers, and callbacks of futures
+    work.py          what an asynchronous call returns
+    futures.py       futures whose callbacks make calls
+    completing.py    the threads that complete futures and run callbacks
 
 It is pure Python, so one build serves every torch from 2.11 on.
 """

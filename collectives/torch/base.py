@@ -15,9 +15,9 @@ import torch.distributed as dist
 from .. import _core
 from .completing import Completer
 from .joining import Meeting
-from .lanes import CallbackLane, MainLane, key_of, mix, next_key
 from .monitoring import monitored_barrier
 from .tensors import Call
+from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
 from .work import CompletedWork, JoinedWork, PendingWork
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
@@ -37,16 +37,17 @@ class BaseGroup(dist.ProcessGroup):
         self._meeting = meeting
         self._name, self._description = name, "undefined"
         comm = meeting.join("main")
-        self._main = MainLane(comm)
-        self._callbacks = CallbackLane(
+        self._main = MainTrack(comm)
+        self._callbacks = CallbackTrack(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
         )
-        # Calls of the main lane end in the order in which they were made. Those of the other lane
+        # Calls of the main track end in the order in which they were made. Those of the other track
         # do not, so its completer is given calls that have ended.
         self.completer = Completer()
         self.callback_completer = Completer()
         self._key = key_of(name)
         self._barriers = itertools.count()
+        self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
         self._moving: list[tuple[Any, Any]] = []  # sends and receives, and what they need
         self._closed = False
@@ -143,7 +144,7 @@ class BaseGroup(dist.ProcessGroup):
         key = next_key()
         if call.device is not None:
             return self._make_on_gpu(call, outputs)
-        if key is not None:
+        if key is not None and self._size > 1:
             return self._hand_over(
                 [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
             )
@@ -164,6 +165,12 @@ class BaseGroup(dist.ProcessGroup):
         if opts is not None and not opts.asyncOp:
             work.wait()
         return self._note(work)
+
+    def next_transfer_key(self) -> int:
+        """The key of a future of a send or recv. These have no number that all ranks share, so
+        their callbacks match by how many futures of transfers a rank has asked for.
+        """
+        return mix(~self._key & (1 << 64) - 1, next(self._transfer_futures))
 
     def release(self) -> None:
         """Lets go of the memory of calls that have ended."""

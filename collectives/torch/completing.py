@@ -9,9 +9,54 @@ most programs callbacks do not wait, and there are one or two threads.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
+
+
+class _Threads:
+    """As many threads as are busy at once; a thread that is done waits for the next task."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._idle = 0
+
+    def run(self, task: Callable[[], None]) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            if self._idle >= len(self._tasks):
+                self._changed.notify()
+                return
+        threading.Thread(target=self._work, name="collectives-callback", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._tasks:
+                    self._idle += 1
+                    self._changed.wait()
+                    self._idle -= 1
+                task = self._tasks.popleft()
+            task()
+
+
+_threads = _Threads()
+
+
+def _forget_threads() -> None:
+    global _threads
+    _threads = _Threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # a child has none of its parent's threads
+
+
+def run_on_a_thread(task: Callable[[], None]) -> None:
+    """Runs a task on a thread that does nothing else meanwhile."""
+    _threads.run(task)
 
 
 class Completion(Protocol):

@@ -19,9 +19,9 @@ from ..calls import ANY_PAIR
 from ..errors import ArrayError, UnsupportedError
 from .base import BaseGroup
 from .joining import Meeting
-from .lanes import Step, next_key
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
+from .tracks import Step, in_callback
 from .transfers import Transfers
 from .work import CompletedWork, Gathered
 
@@ -86,10 +86,10 @@ class CollectivesGroup(Transfers, BaseGroup):
         op = op_for(opts.reduceOp, dtype)
         if op.divide or self._coalesced is not None or tensor.is_conj() or tensor.is_neg():
             return None
-        if next_key() is not None:
-            return None
         if self._size == 1 and op is SUM:
             return DONE
+        if in_callback():
+            return None
         number, times = reduced(dtype)
         pointer, count = tensor.data_ptr(), tensor.numel() * times
         self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)
@@ -388,6 +388,10 @@ class CollectivesGroup(Transfers, BaseGroup):
         root: int = 0,
         nbytes: int | None = None,
     ) -> None:
+        if not 0 <= root < self._size:
+            raise ValueError(
+                f"{collective}: root {root} is out of range: ranks are 0 to {self._size - 1}"
+            )
         held = source if source is not None else target
         assert held is not None
         call.steps.append(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..array.dtypes import ITEM_SIZES, ML_DTYPES
 from ..calls import DTYPES, OPS
 from ..errors import ArrayError, ArrayTypeError, UnsupportedError
-from .lanes import Step
+from .tracks import Step
 
 # torch's number of a ReduceOp (which is its hash) -> the core's op.
 _OP_NAMES = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum")

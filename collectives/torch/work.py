@@ -1,4 +1,4 @@
-"""What calls return to torch: works, and their futures."""
+"""What calls return to torch: works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.futures
 
 from ..errors import DeadlineError
-from .lanes import Callback, Job, mix
+from .futures import Future, as_future_error
+from .tracks import Job
 
 if TYPE_CHECKING:
     from .. import _core
@@ -23,7 +24,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Handle(Protocol):
-    """Something under way: a call in the core's queue, one on the callback lane, a transfer."""
+    """Something under way: a call in the core's queue, one on the callback track, a transfer."""
 
     def done(self) -> bool: ...
     def wait(self, seconds: float) -> bool: ...
@@ -35,6 +36,8 @@ class Owner(Protocol):
 
     completer: Completer
     callback_completer: Completer
+
+    def next_transfer_key(self) -> int: ...
 
     def release(self) -> None: ...
 
@@ -54,51 +57,6 @@ class Gathered(list[Any]):
 
 def _for_future(outputs: Any) -> Any:
     return outputs.for_future() if isinstance(outputs, Gathered) else outputs
-
-
-class Future(torch.futures.Future):
-    """torch's future, whose callbacks are known by a key, so that calls that they make can be
-    matched with those of other ranks.
-    """
-
-    def __init__(self, key: int, devices: Sequence[Any] = ()) -> None:
-        super().__init__(devices=list(devices))
-        self._key = key
-        self._devices = devices
-        self._branches = 0
-
-    def _branch(self) -> int:
-        self._branches += 1
-        return mix(self._key, self._branches)
-
-    def then(self, callback: Callable[[Any], Any]) -> Future:
-        child = Future(self._branch(), self._devices)
-
-        def run(_: Any) -> None:
-            try:
-                with Callback(child._key):
-                    value = callback(self)
-            except Exception as error:  # it is the child's, as torch does it
-                child.set_exception(error)
-            else:
-                child.set_result(value)
-
-        super().add_done_callback(run)
-        return child
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        key = self._branch()
-
-        def run(_: Any) -> None:
-            with Callback(key):
-                callback(self)
-
-        super().add_done_callback(run)
-
-
-def failed_future(error: BaseException) -> Exception:
-    """An error as a future takes it."""
-    return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
 class CompletedWork(dist.Work):
@@ -209,12 +167,15 @@ class PendingWork(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = future = Future(self._key)
+            self._future = future = Future(self._future_key())
         if self.is_completed():
             self.complete()
         else:
             self._watch()
         return future
+
+    def _future_key(self) -> int:
+        return self._key
 
     def source_rank(self) -> int:
         raise RuntimeError("only a recv has a source rank")
@@ -257,7 +218,7 @@ class PendingWork(dist.Work):
     def complete(self) -> None:
         assert self._future is not None
         if self._error is not None:
-            self._future.set_exception(failed_future(self._error))
+            self._future.set_exception(as_future_error(self._error))
         else:
             self._future.set_result(_for_future(self._outputs))
 
@@ -319,6 +280,9 @@ class TransferWork(PendingWork):
         return self._peer
 
     _source_rank = source_rank
+
+    def _future_key(self) -> int:
+        return self._group.next_transfer_key()
 
     def _watch(self) -> None:
         # Transfers end in any order, so each is waited for by a thread of its own.

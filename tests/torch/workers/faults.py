@@ -58,12 +58,20 @@ def wrong_arguments() -> None:
     raises(ValueError, lambda: dist.group.WORLD.all_gather_single(out, torch.ones(4)), "3", "12")
     raises(ValueError, lambda: dist.group.WORLD.reduce_scatter_single(out, torch.ones(4)), "4", "9")
     raises(ValueError, lambda: dist.group.WORLD.send([out], size, 0), "out of range")
+    raises(ValueError, lambda: dist.group.WORLD.broadcast(out, size), "root 3 is out of range")
+    raises(ValueError, lambda: dist.group.WORLD.gather([], [out], root_options(size)), "root 3")
     odd = torch.ones(3).to(torch.float8_e8m0fnu)
     raises(TypeError, lambda: dist.all_reduce(odd), "float8_e8m0fnu")
     raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2, 2).to_sparse_csr()), "CSR")
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x[0] == size
+
+
+def root_options(root: int) -> dist.GatherOptions:
+    options = dist.GatherOptions()
+    options.rootRank = root
+    return options
 
 
 def lateness() -> None:
@@ -150,7 +158,11 @@ def again() -> None:
         if dist.get_rank() < 2:
             dist.barrier(group=half)
         dist.destroy_process_group()
+    start()
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for number, part in enumerate(sys.argv[1:]):
+        if number:
+            dist.destroy_process_group()
+        globals()[part]()

@@ -1,16 +1,19 @@
-"""Lanes: who makes which call when.
+"""Tracks: who makes which call when.
 
 Ranks must make the calls on a communicator in one order. A program gives that order, as long as one
 thread makes the calls. Callbacks of futures break it: they run when data have come, which is at
-another moment on every rank. So a process group has two lanes, each with a communicator of its own.
+another moment on every rank. So a process group has two tracks, each with a communicator of its
+own.
 
-- The *main lane* is for everything that the program itself calls. Calls are matched by their order.
-- The *callback lane* is for calls out of callbacks. Each has a *key*, made from what is the same on
-  all ranks: the number of the call whose future has the callback, which callback of it that is, and
-  which call in the callback. Rank 0 takes the calls as they come and announces the key of the next;
-  the others make the call with that key next, once they have it. A call waits only for its own
-  callback to come on all ranks, and callbacks that wait do not stop each other (see completing.py),
-  so there is no order in which callbacks can run that ends in a deadlock.
+- The *main track* is for everything that the program itself calls. Calls are matched by their
+  order.
+- The *callback track* is for calls out of callbacks. Each has a *key*, made from what is the same
+  on all ranks: the number of the call whose future has the callback, which callback of it that is,
+  and which call in the callback. Rank 0 takes the calls as they come and announces the key of the
+  next; the others make the call with that key next, once they have it. A call waits only for its
+  own callback to come on all ranks, and callbacks that wait do not stop each other (see
+  futures.py and completing.py), so there is no order in which callbacks can run that ends in a
+  deadlock.
 """
 
 from __future__ import annotations
@@ -65,8 +68,13 @@ def next_key() -> int | None:
     return mix(_scope.key, _scope.calls)
 
 
+def in_callback() -> bool:
+    """True if this thread runs a callback of a future."""
+    return _scope.key is not None
+
+
 class Callback:
-    """`with Callback(key):` runs a callback of a future: its calls go to the callback lane."""
+    """`with Callback(key):` runs a callback of a future: its calls go to the callback track."""
 
     def __init__(self, key: int) -> None:
         self._key = key
@@ -139,7 +147,7 @@ def put_on_stream(comm: Communicator, step: Step) -> None:
     )  # fmt: skip
 
 
-class MainLane:
+class MainTrack:
     """Calls in the order in which they are made, by any thread."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -196,7 +204,7 @@ class MainLane:
 
 
 class Job:
-    """A call on the callback lane."""
+    """A call on the callback track."""
 
     def __init__(self, steps: list[Step], keep: Any) -> None:
         self.steps = steps
@@ -216,7 +224,7 @@ class Job:
             tell()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` once, from the lane's thread, or at once if the call has ended."""
+        """Calls `tell` once, from the track's thread, or at once if the call has ended."""
         with self._lock:
             if not self._ended.is_set():
                 self._listeners.append(tell)
@@ -234,7 +242,7 @@ class Job:
             raise self._error
 
 
-class CallbackLane:
+class CallbackTrack:
     """Calls that are matched by key. Its communicator comes about with the first of them.
 
     join  makes a communicator of the ranks, collectively
@@ -258,6 +266,15 @@ class CallbackLane:
             if self._failure is not None:
                 job.end(self._failure)
                 return job
+            if key in self._waiting:
+                job.end(
+                    CollectiveError(
+                        "two callbacks make a call with the same key, so ranks cannot tell which "
+                        "is which: make them from callbacks of different futures",
+                        rank=self._rank,
+                    )
+                )
+                return job
             self._waiting[key] = job
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -277,7 +294,7 @@ class CallbackLane:
                 if job is None:
                     return
                 self._make(comm, job)
-        except BaseException as error:  # all calls of the lane carry it
+        except BaseException as error:  # all calls of the track carry it
             self.fail(error)
 
     def _next(self, comm: Communicator) -> Job | None:
@@ -340,7 +357,7 @@ class CallbackLane:
             self._comm.abort(reason)
 
     def close(self) -> None:
-        """Ends the lane; a call that is still under way ends with an error."""
+        """Ends the track; a call that is still under way ends with an error."""
         with self._changed:
             self._closing.set()
             thread, comm = self._thread, self._comm
@@ -358,10 +375,11 @@ class CallbackLane:
 __all__ = [
     "DTYPES",
     "Callback",
-    "CallbackLane",
+    "CallbackTrack",
     "Job",
-    "MainLane",
+    "MainTrack",
     "Step",
+    "in_callback",
     "key_of",
     "mix",
     "next_key",
