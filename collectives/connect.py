@@ -7,13 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from . import _core
+from . import _core, hardware
 from .bootstrap import Bootstrap, Mpi, host_key, host_parts, node_key, why_apart
 from .bootstrap.groups import name_ranks
 from .bootstrap.mailboxes import Mailboxes
 from .config import Settings
 from .errors import BootstrapError, CollectiveError, ConfigError, UnsupportedError
-from .hardware import cpu_model, interfaces, network_name
 from .reach import try_sharing
 from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes, tables
 
@@ -101,8 +100,8 @@ def connect(
     pull = not threads and all(
         _core.can_read_process(infos[r]["pid"], *infos[r]["probe"]) for r in together
     )
-    hardware = tables.hardware_of(infos)
-    layouts, refused = _measured_layouts(settings, hardware) if rank == 0 else ({}, "")
+    alike = tables.hardware_of(infos)
+    layouts, refused = _measured_layouts(settings, alike) if rank == 0 else ({}, "")
     mine = json.dumps([failure, pull, layouts, refused])
     verdicts = [json.loads(b) for b in bootstrap.all_gather(mine.encode())]
     words = "; ".join(f"rank {r}: {v[0]}" for r, v in enumerate(verdicts) if v[0])
@@ -167,16 +166,16 @@ def connect(
         transports = "shm+mpi" if max(reach.sizes) > 1 else "mpi"
     key = tables.layout_key(transports, nodes)
     table = tables.parse(layouts[key], layouts["path"]) if key in layouts else None
-    return Connection(core, bootstrap, nodes, tuning, fallback, transports, hardware, table)
+    return Connection(core, bootstrap, nodes, tuning, fallback, transports, alike, table)
 
 
-def _measured_layouts(settings: Settings, hardware: dict[str, str]) -> tuple[dict[str, Any], str]:
+def _measured_layouts(settings: Settings, alike: dict[str, str]) -> tuple[dict[str, Any], str]:
     """The layouts in the table's file, and its path; or why the file is refused."""
     if settings.table == "off":
         return {}, ""
-    path = tables.path_for(hardware, settings.table)
+    path = tables.path_for(alike, settings.table)
     try:
-        found = tables.load(path, hardware)
+        found = tables.load(path, alike)
     except ConfigError as error:
         return {}, str(error)
     return ({**found, "path": str(path)} if found else {}), ""
@@ -188,9 +187,7 @@ def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]
         "host": host_key(),
         "parts": host_parts(),
         "node": node_key(settings),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "network": network_name(interfaces()),
+        **hardware.summary(),
         "mpi": str(_core.loaded_mpi()["version"]) if bootstrap.kind == "mpi" else "",
         "transport": settings.transport,
         "pid": os.getpid(),

@@ -4,6 +4,7 @@ network interfaces. Nothing here fails where a file is missing; it is then not t
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -176,6 +177,16 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+@functools.cache
+def summary() -> dict[str, str]:
+    """What measured times depend on, of this host; read once, since every communicator asks."""
+    return {
+        "cpu": cpu_model(),
+        "cores": str(os.cpu_count()),
+        "network": network_name(interfaces()),
+    }
 
 
 def facts() -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Placement(NamedTuple):
         agent = str(self.hosts.agent)
         if launcher == "openmpi":
             # As many slots as ranks. Quiet waits yield: each host believes that it has all cores.
-            names = ",".join(f"h{i}:{count}" for i, count in enumerate(self.ranks))
+            names = ",".join(f"{self.hosts.name(i)}:{count}" for i, count in enumerate(self.ranks))
             by = "node" if self.round_robin else "slot"
             options = ["--host", names, "--map-by", f"{by}:NOOVERSUBSCRIBE", "--bind-to", "none"]
             options += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", "eth0"]
@@ -107,7 +107,8 @@ class Placement(NamedTuple):
             options += ["--mca", "mpi_yield_when_idle", "1"]
         elif launcher == "mpich":
             names = ",".join(
-                f"h{i}:{1 if self.round_robin else count}" for i, count in enumerate(self.ranks)
+                f"{self.hosts.name(i)}:{1 if self.round_robin else count}"
+                for i, count in enumerate(self.ranks)
             )
             options = ["-launcher", "ssh", "-launcher-exec", agent, "-iface", "eth0"]
             options += ["-hosts", names]
@@ -117,7 +118,8 @@ class Placement(NamedTuple):
 
 
 class VirtualHosts:
-    """`count` hosts, h0 and so on, at 10.99.0.1 and so on.
+    """`count` hosts, at 10.99.0.1 and so on. Their names differ from those of others that are made
+    at the same time, since launchers name files of theirs after hosts.
 
     rate   of each port, as tc writes it ("1gbit"); None: as fast as the machine copies
     check  skips the running test where there can be none
@@ -127,6 +129,7 @@ class VirtualHosts:
         if check and why_not():
             pytest.skip(why_not())
         self.count = count
+        self._prefix = f"v{os.urandom(3).hex()}h"
         self._folder = tempfile.TemporaryDirectory(prefix="virtual-hosts-")
         self.folder = Path(self._folder.name)
         self.agent = self.folder / "agent"
@@ -141,7 +144,7 @@ class VirtualHosts:
             raise
 
     def _make(self, count: int) -> None:
-        lines = [f"{_NETWORK}.{i + 1} h{i}\n" for i in range(count)]
+        lines = [f"{_NETWORK}.{i + 1} {self.name(i)}\n" for i in range(count)]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         switch = self._hold("--net")
         _run("nsenter", "-t", switch, "-n", "sh", "-ec", "ip link set lo up; ip link add br0 type "
@@ -154,10 +157,10 @@ class VirtualHosts:
                  f"name eth0 netns {host}; ip link set port{i} master br0 up")  # fmt: skip
             _run("nsenter", "-t", host, "-n", "sh", "-ec", f"ip addr add {_NETWORK}.{i + 1}/24 dev "
                  "eth0; ip link set lo up; ip link set eth0 up")  # fmt: skip
-            _run("nsenter", "-t", host, "-u", "hostname", f"h{i}")
-            script = _HOST_SET_UP.format(folder=self.folder, name=f"h{i}")
+            _run("nsenter", "-t", host, "-u", "hostname", self.name(i))
+            script = _HOST_SET_UP.format(folder=self.folder, name=self.name(i))
             _run("nsenter", "-t", host, "-m", "sh", "-c", script)
-            cases.append(f"h{i}|{_NETWORK}.{i + 1}) process={host} ;;")
+            cases.append(f"{self.name(i)}|{_NETWORK}.{i + 1}) process={host} ;;")
         self.agent.write_text(_AGENT.format(cases="\n".join(cases)))
         self.agent.chmod(0o755)
 
@@ -184,6 +187,10 @@ class VirtualHosts:
         assert network != before["net"]
         self._namespaces.add(network)
         return holder.pid
+
+    def name(self, host: int) -> str:
+        """The host's name."""
+        return f"{self._prefix}{host}"
 
     def enter(self, host: int) -> list[str]:
         """The words before a command that make it run on a host."""
