@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "machine.hpp"
 #include "plan.hpp"
 #include "types.hpp"
 
@@ -21,8 +22,7 @@ static_assert(sizeof(u64) == 8);
 inline constexpr int kMaxRanks = 16;
 inline constexpr int kMaxStrands = 64;  // FIFOs from one rank to another: channels x lanes
 inline constexpr int kMaxChannels = 16;
-inline constexpr int kDepth = 4;      // slots of a FIFO; programs are lowered for it
-inline constexpr int kThreads = 512;  // of a block
+inline constexpr int kDepth = 4;  // slots of a FIFO; programs are lowered for it
 
 // What a kernel waited for, or found, when it gave up.
 enum class Leave : u32 {

@@ -15,6 +15,7 @@
 // A mismatch costs the fast path nothing: a rank that waits long announces its call and looks at
 // what the others have announced.
 #include "cuda_call.hpp"
+#include "launch.cuh"
 #include "packs.cuh"
 #include "signal.cuh"
 
@@ -158,8 +159,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
-  one_shot_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
-  return cudaGetLastError();
+  return launch(one_shot_kernel, {blocks, kThreads}, stream, call);
 }
 
 int one_shot_residency(int* blocks) {

@@ -16,6 +16,7 @@
 // messages go at the speed of the link, with enough strands. Limits: kMaxRanks ranks; all blocks of
 // all ranks must be resident at once (the host sees to that).
 #include "cuda_call.hpp"
+#include "launch.cuh"
 #include "packs.cuh"
 #include "signal.cuh"
 
@@ -461,8 +462,7 @@ __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant
 }  // namespace
 
 int launch_plan(const PlanCall& call, int blocks, void* stream) {
-  plan_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
-  return cudaGetLastError();
+  return launch(plan_kernel, {blocks, kThreads}, stream, call);
 }
 
 int plan_residency(int* blocks) {

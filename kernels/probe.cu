@@ -1,5 +1,6 @@
 // The self-test of peer access: really writes and reads, because the driver's answer can be wrong.
 #include "cuda_call.hpp"
+#include "launch.cuh"
 #include "signal.cuh"
 
 namespace collectives::device {
@@ -17,8 +18,7 @@ __global__ void probe_kernel(const __grid_constant__ DeviceWorld world, const u6
 }  // namespace
 
 int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream) {
-  probe_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(world, tokens, wrong);
-  return cudaGetLastError();
+  return launch(probe_kernel, {1, 32}, stream, world, tokens, wrong);
 }
 
 // Lazily, a kernel would be loaded at its first launch, which can wait for the whole GPU: for the

@@ -1,4 +1,5 @@
-// Signals between GPUs: every memory-order argument of the kernels lives here.
+// Signals between GPUs: every memory-order argument of the kernels lives here. (The instructions
+// themselves are in primitives.cuh.)
 //
 // All flags are words in device memory that one rank writes and another polls. Both orders are of
 // system scope, since a peer is another GPU. The pattern is always the same:
@@ -15,62 +16,9 @@
 #pragma once
 
 #include "cuda_call.hpp"
+#include "primitives.cuh"
 
 namespace collectives::device {
-
-__device__ inline void store_release(u32* p, u32 v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ inline void store_release(u64* p, u64 v) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ inline u32 load_acquire(const u32* p) {
-  u32 v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ inline u64 load_acquire(const u64* p) {
-  u64 v;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-// Words that carry no data with them.
-__device__ inline u32 load_relaxed(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ inline void store_relaxed(u32* p, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ inline void store_relaxed(u64* p, u64 v) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-
-// A packet: 8 bytes of data and two flags, one beside each half, in one 16-byte access. Only 8
-// bytes are promised to arrive together, so each half has its flag, and no order is needed.
-struct Packet {
-  u32 low, low_flag, high, high_flag;
-};
-__device__ inline void store_packet(Packet* p, u64 data, u32 flag, u32 second) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(u32(data)),
-               "r"(flag), "r"(u32(data >> 32)), "r"(second)
-               : "memory");
-}
-__device__ inline Packet load_packet(const Packet* p) {
-  Packet v;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.low), "=r"(v.low_flag), "=r"(v.high), "=r"(v.high_flag)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
-__device__ inline u64 clock_ns() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
 
 // ---- where things lie ---------------------------------------------------------------------------
 
@@ -136,7 +84,7 @@ struct Entry {
 __device__ inline Entry enter(const DeviceWorld& w) {
   const State& own = state_of(w, w.rank);
   Entry entry;  // three loads in flight at once: each alone takes 0.7 µs
-  asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(entry.epoch) : "l"(&own.epoch) : "memory");
+  entry.epoch = load_relaxed(&own.epoch);
   entry.left = load_relaxed(&own.left);
   entry.poison = load_relaxed(&own.poison);
   entry.epoch += 1;
@@ -193,8 +141,10 @@ __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Rea
   if (ready(seen)) return true;
   const u64 since = clock_ns();
   for (;;) {
-    for (int i = 0; i < kPolls; ++i)
+    for (int i = 0; i < kPolls; ++i) {
+      poll_again();
       if (ready(seen)) return true;
+    }
     if (slow() || must_leave(w, what, since, seen)) return false;
   }
 }
