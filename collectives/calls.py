@@ -256,7 +256,7 @@ class Calls:
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
         stream = next((v.stream for v in views if v.stream is not None), 0)
-        engine.run(self._core, arguments, algorithm, stream)
+        engine.run(self._core, arguments, algorithm, stream, nbytes)
 
     def _barrier_on(self, stream: int, async_op: bool) -> Any:
         self._check_open()

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .bootstrap import Bootstrap, host_key
+from .device_memory import DeviceMemory
 from .errors import ArrayError, CollectiveError, DeadlineError, UnsupportedError
+from .tuning.device import device_launch
 from .work import Work
 
 if TYPE_CHECKING:
@@ -88,8 +90,12 @@ class DeviceEngine:
         handles = [str(a["handle"]) for a in answers]
         self._step("cannot map a peer's memory", lambda: core.open(handles, self.blocks))
         self._step("cannot write to a peer's memory", core.probe_write)
-        self._agree("failed the self-test of peer access", core.probe_check())
+        answers = self._agree(
+            "failed the self-test of peer access", core.probe_check(), lines=core.keeps_lines()
+        )
+        core.use_lines(all(a["lines"] for a in answers))
         self._step("did not meet the others", core.meet)
+        self.memory = DeviceMemory(self)
 
     def _agree(self, what: str, why: str, **more: Any) -> list[dict[str, Any]]:
         """What all ranks say; raises on all of them if one says why it cannot go on."""
@@ -114,8 +120,21 @@ class DeviceEngine:
             self.core.define(algorithm, schedule)
             self._defined.add((algorithm, collective, root))
 
-    def run(self, comm: Core, arguments: tuple[Any, ...], algorithm: str, stream: int) -> None:
-        self.core.run(comm, arguments, algorithm, stream)
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What all ranks say. Collective, on the host."""
+        return self._bootstrap.all_gather(mine)
+
+    def run(
+        self,
+        comm: Core,
+        arguments: tuple[Any, ...],
+        algorithm: str,
+        stream: int,
+        nbytes: int = 0,
+    ) -> None:
+        """Puts a call of `nbytes` bytes (alike on all ranks) on a stream."""
+        how = device_launch(algorithm, nbytes, self._bootstrap.size)
+        self.core.run(comm, arguments, algorithm, stream, how.blocks, how.lines, how.pull)
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for all calls so far; False if they have not ended after `timeout` seconds."""

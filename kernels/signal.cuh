@@ -39,6 +39,10 @@ __device__ inline Packet* packets_of(const DeviceWorld& w, int owner, int peer, 
   return reinterpret_cast<Packet*>(w.arena[owner] + w.geometry.packets) +
          (u64(parity) * w.nranks + peer) * w.geometry.packet_units;
 }
+__device__ inline Line* lines_of(const DeviceWorld& w, int owner, int peer, int parity) {
+  return reinterpret_cast<Line*>(w.arena[owner] + w.geometry.lines) +
+         (u64(parity) * w.nranks + peer) * w.geometry.lines_each;
+}
 
 // ---- giving up ----------------------------------------------------------------------------------
 
@@ -118,8 +122,8 @@ __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64
   // the peers waiting for them in turn, never catch up again.
   const bool asks = waited > kAskHostAfterNs && __ffs(static_cast<int>(__activemask())) - 1 ==
                                                     static_cast<int>(threadIdx.x & 31);
-  if (asks && *static_cast<volatile u32*>(&w.control->abort) != 0) {
-    give_up(w, Leave::aborted, what, seen, waited);
+  if (const u32 why = asks ? *static_cast<volatile u32*>(&w.control->abort) : 0) {
+    give_up(w, static_cast<Leave>(why), what, seen, waited);
     return true;
   }
   if (waited > w.timeout_ns) {
@@ -133,24 +137,31 @@ __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64
 inline constexpr int kPolls = 64;
 
 // Polls `ready(seen)` until it is true; false if the rank gave up. `slow()` runs with each look
-// around and may end the wait too, by returning true after give_up().
-template <class Ready, class Slow>
+// around and may end the wait too, by returning true after give_up(). Threads that poll together
+// leave together: `any` tells each whether one of them must.
+template <class Ready, class Slow, class Any>
 __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready,
-                                  Slow slow) {
+                                  Slow& slow, Any any) {
   u64 seen = 0;
   if (ready(seen)) return true;
-  const u64 since = clock_ns();
-  for (;;) {
+  for (u64 since = 0;;) {
     for (int i = 0; i < kPolls; ++i) {
       poll_again();
       if (ready(seen)) return true;
     }
-    if (slow() || must_leave(w, what, since, seen)) return false;
+    if (since == 0) since = clock_ns();  // not before: reading it takes long
+    if (any(slow() || must_leave(w, what, since, seen))) return false;
   }
+}
+template <class Ready, class Slow>
+__device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready,
+                                  Slow& slow) {
+  return wait_until(w, what, ready, slow, [](bool leave) { return leave; });
 }
 template <class Ready>
 __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready) {
-  return wait_until(w, what, ready, [] { return false; });
+  const auto nothing = [] { return false; };
+  return wait_until(w, what, ready, nothing);
 }
 
 // ---- entering and leaving a call ----------------------------------------------------------------
@@ -176,17 +187,36 @@ __device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64
   return true;
 }
 
+// All blocks wait until all ranks are in this call; false if a rank is in another one.
+__device__ inline bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry) {
+  const u64 epoch = entry.epoch;
+  bool failed = has_left(world, entry);
+  const int q = threadIdx.x;
+  if (q < world.nranks && q != world.rank && !failed) {
+    if (blockIdx.x == 0) announce(world, head, epoch, q);
+    const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][q].word;
+    const Waiting what{Phase::arrival, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
+    failed = !wait_until(world, what, [&](u64& seen) {
+      const u64 now = load_acquire(word);
+      seen = now >> 32;
+      return u32(seen) == u32(epoch);
+    }) || disagrees(world, head, epoch, q);
+  }
+  return __syncthreads_or(failed) == 0;
+}
+
 // All threads of all blocks call this last. The last block advances the epoch: calls of one rank
-// follow each other on a stream, so the next kernel sees it.
+// follow each other on a stream, so the next kernel sees it. (No fence: all blocks have used the
+// epoch that they read before they come here, and nobody else reads what is written.)
 __device__ inline void finish_call(const DeviceWorld& w, u64 epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   State& own = state_of(w, w.rank);
-  __threadfence();
-  if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
-  own.ticket = 0;
-  __threadfence();
-  *static_cast<volatile u64*>(&own.epoch) = epoch;
+  if (gridDim.x > 1) {
+    if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
+    store_relaxed(&own.ticket, 0u);
+  }
+  store_relaxed(&own.epoch, epoch);
 }
 
 }  // namespace collectives::device

@@ -63,6 +63,28 @@ __device__ inline Packet load_packet(const Packet* p) {
   return v;
 }
 
+// 128 bytes that eight threads of a warp store and load at once, two words each; the last word is
+// the flag. `together` is their mask.
+struct alignas(128) Line {
+  u64 word[16];
+};
+struct LinePart {
+  u64 low, high;
+};
+__device__ inline void store_line(Line* line, int lane, u32, const LinePart& part) {
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(&line->word[lane * 2]),
+               "l"(part.low), "l"(part.high)
+               : "memory");
+}
+__device__ inline LinePart load_line(const Line* line, int lane, u32) {
+  LinePart part;
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(part.low), "=l"(part.high)
+               : "l"(&line->word[lane * 2])
+               : "memory");
+  return part;
+}
+
 // ---- time ---------------------------------------------------------------------------------------
 
 __device__ inline u64 clock_ns() {

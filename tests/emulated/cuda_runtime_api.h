@@ -46,6 +46,7 @@ enum cudaMemcpyKind {
   cudaMemcpyDefault
 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported = 3 };
 enum cudaMemoryType {
   cudaMemoryTypeUnregistered,
   cudaMemoryTypeHost,
@@ -81,6 +82,9 @@ cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int device);
+cudaError_t cudaDeviceGetPCIBusId(char* words, int length, int device);
+cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* words);
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr what, int device, int peer);
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);
 cudaError_t cudaDeviceSynchronize();

@@ -32,6 +32,30 @@ inline Packet load_packet(const Packet* p) {
   return {u32(low), u32(low >> 32), u32(high), u32(high >> 32)};
 }
 
+// A line arrives as a whole: its flag is stored last and loaded first.
+struct alignas(128) Line {
+  u64 word[16];
+};
+struct LinePart {
+  u64 low, high;
+};
+inline void store_line(Line* line, int lane, u32 together, const LinePart& part) {
+  u64* const words = &line->word[lane * 2];
+  if (lane != 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELAXED);
+  __atomic_store_n(&words[0], part.low, __ATOMIC_RELAXED);
+  __syncwarp(together);
+  if (lane == 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELEASE);
+}
+inline LinePart load_line(const Line* line, int lane, u32 together) {
+  const u64* const words = &line->word[lane * 2];
+  LinePart part{0, 0};
+  if (lane == 7) part.high = __atomic_load_n(&words[1], __ATOMIC_ACQUIRE);
+  __syncwarp(together);
+  part.low = __atomic_load_n(&words[0], __ATOMIC_RELAXED);
+  if (lane != 7) part.high = __atomic_load_n(&words[1], __ATOMIC_RELAXED);
+  return part;
+}
+
 inline u64 clock_ns() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                               std::chrono::steady_clock::now().time_since_epoch())

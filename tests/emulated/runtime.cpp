@@ -317,19 +317,20 @@ cudaError_t emulated::launch(Dim3 grid, Dim3 threads, cudaStream_t stream,
   if (device != current_device) return fail(cudaErrorInvalidResourceHandle);
   return put(stream, [grid, threads, device, kernel = std::move(kernel)] {
     Places& free = places(device);
-    std::vector<Completion> rest(grid.x - 1);
+    // Whoever finishes one is still in it when the wait for it has ended.
+    const auto rest = std::make_shared<std::vector<Completion>>(grid.x - 1);
     const auto run = [&](unsigned index) {
       free.take();
       run_block({grid, Dim3(index, 0, 0), threads}, kernel);
       free.give();
     };
     for (unsigned b = 1; b < grid.x; ++b)
-      pool().run([&rest, &run, b] {
+      pool().run([rest, &run, b] {
         run(b);
-        rest[b - 1].finish();
+        (*rest)[b - 1].finish();
       });
     run(0);
-    for (Completion& one : rest) one.wait();
+    for (Completion& one : *rest) one.wait();
   });
 }
 
@@ -382,6 +383,20 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   if (what != cudaDevAttrMultiProcessorCount) return fail(cudaErrorInvalidValue);
   *value = processors();
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* words, int length, int device) {
+  std::snprintf(words, static_cast<std::size_t>(length), "0000:%02x:00.0", device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* words) {
+  unsigned found = 0;
+  if (std::sscanf(words, "0000:%02x:00.0", &found) != 1) return fail(cudaErrorInvalidValue);
+  *device = static_cast<int>(found);
+  return *device < devices() ? cudaSuccess : fail(cudaErrorInvalidDevice);
+}
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int device, int peer) {
+  *value = device != peer;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {

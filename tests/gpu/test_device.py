@@ -5,12 +5,14 @@ threads, processes through CUDA IPC, graphs, and what goes wrong.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import launch
 import numpy as np
 import pytest
 import reference
@@ -258,3 +260,21 @@ def test_processes(gpus: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all right") == 2, done.stdout
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring"])
+def test_survivors_of_a_death(algorithm: str) -> None:
+    """A kernel that waits for a process that was killed leaves; every survivor says who it was."""
+    worker = Path(__file__).with_name("dying_worker.py")
+    gpus = min(GPUS, 3)
+    n = 3 if gpus > 1 else 2  # on one GPU, processes take turns
+    path = os.pathsep.join([str(worker.parent), os.environ.get("PYTHONPATH", "")])
+    got = launch.run(n, worker, gpus, algorithm, env={"PYTHONPATH": path}, timeout=100)
+    lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)
+    assert sorted(line[0] for line in lines) == ["0", "1"][: n - 1], got
+    for _, kind, seconds, text in lines:
+        assert kind == "PeerDiedError", got
+        assert float(seconds) < 20, got  # a deadline would be 60
+        assert f"the process of rank {n - 1} (pid" in text or "process has ended" in text, got
+    assert len(re.findall(r"again PeerDiedError", got.output)) == n - 1, got

@@ -1,0 +1,252 @@
+// direct_two_shot by hand: all_reduce, reduce_scatter and all_gather, where every rank owns a share
+// of the array, combines it, and gives it to all.
+//
+//   gather    each rank gets the others' copies of its share: they push them into its FIFOs, or it
+//             pulls them out of their arrays (symmetric ones)
+//   combine   in rank order, rounded once: to its own output, and
+//   spread    into all peers' FIFOs, from where they copy it; or right into their arrays (symmetric)
+//
+// reduce_scatter has no spread, all_gather no gather. A share is cut over the blocks, and what a
+// block has over chunks of a FIFO's slot; they are pushed ahead of what is combined:
+//
+//   push 0, push 1, agree, { combine j, push j + 2, collect j - 1 } ..., collect the last
+//
+// Messages are consumed in the order in which they were sent, and a message is sent only when those
+// that its receiver needs before it are on their way, so FIFOs of two slots would do.
+//
+// Nothing is written to a user's array before all ranks agree. Where peers read or write each
+// other's arrays, an empty message to each at the end says that a rank is done with them.
+//
+// Cost: two crossings of the link, about 6 µs with the start; 2 (n - 1) / n S bytes sent; none are
+// copied twice on the link. Through FIFOs each byte is also written to and read from own memory.
+#include "cuda_call.hpp"
+#include "jobs.cuh"
+#include "launch.cuh"
+#include "signal.cuh"
+
+namespace collectives::device {
+namespace {
+
+struct Shared {
+  Job combine;
+  u32 sent[kMaxRanks], received[kMaxRanks];  // messages of all calls before this one
+};
+
+class TwoShot {
+ public:
+  __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
+      : call_(call),
+        world_(call.world),
+        shared_(shared),
+        epoch_(epoch),
+        block_(static_cast<int>(blockIdx.x)),
+        lane_(static_cast<int>(threadIdx.x)),
+        peer_(lane_ < world_.nranks && lane_ != world_.rank),
+        reduce_(call.gather == Gather::none ? nullptr : reduce_job_of(call.arithmetic.reducer)) {}
+
+  // The next __syncthreads() ends it.
+  __device__ void load() {
+    if (!peer_) return;
+    const FifoControl& control = fifo_of(world_, world_.rank, lane_, block_);
+    shared_.sent[lane_] = control.sent;
+    shared_.received[lane_] = control.received;
+  }
+  __device__ void keep() {
+    __syncthreads();
+    if (!peer_) return;
+    FifoControl& control = fifo_of(world_, world_.rank, lane_, block_);
+    control.sent = shared_.sent[lane_] + sent_;
+    control.received = shared_.received[lane_] + received_;
+  }
+
+  __device__ bool run(const Entry& entry) {
+    const bool pushes = call_.gather == Gather::push, spreads = call_.spread == Spread::push;
+    if (pushes && !(push(0) && push(1))) return false;
+    if (!agree(world_, call_.head, entry)) return false;
+    for (u32 j = 0; j < call_.chunks; ++j) {
+      if (!combine(j)) return false;
+      if (pushes && !push(j + 2)) return false;
+      if (spreads && j > 0 && !collect(j - 1)) return false;
+    }
+    if (spreads && !collect(call_.chunks - 1)) return false;
+    return !(call_.gather == Gather::pull || call_.spread == Spread::write) || part();
+  }
+
+ private:
+  // Chunk c of what this block has of a rank's share.
+  struct Span {
+    u64 begin, bytes;
+  };
+  __device__ Span span(int owner, u32 c) const {
+    const u64 all = call_.share[owner].bytes;
+    const u64 from = min(all, u64(block_) * call_.block_bytes);
+    const u64 to = min(all, from + call_.block_bytes);
+    const u64 begin = min(to, from + u64(c) * call_.chunk_bytes);
+    return {begin, min(to - begin, call_.chunk_bytes)};
+  }
+  // Where a share begins in the inputs and outputs of all ranks.
+  __device__ u64 input_at(int owner) const {
+    return call_.input_is_share ? 0 : call_.share[owner].begin;
+  }
+  __device__ u64 output_at(int owner) const {
+    return call_.output_is_share ? 0 : call_.share[owner].begin;
+  }
+  __device__ unsigned char* slot_there(int q) const {
+    return slot_of(world_, q, world_.rank, block_, shared_.sent[q] + sent_);
+  }
+  __device__ const unsigned char* slot_here(int q) const {
+    return slot_of(world_, world_.rank, q, block_, shared_.received[q] + received_);
+  }
+
+  // The thread of each peer waits for room in its FIFO, and for its next message. (All threads.)
+  __device__ bool wait(bool room, bool message) {
+    bool failed = false;
+    if (peer_ && message) {
+      const u32 number = shared_.received[lane_] + received_;
+      const u32* filled = &fifo_of(world_, world_.rank, lane_, block_).filled[number % kDepth];
+      const Waiting what{Phase::message, lane_, block_, -1, -1, epoch_, u64(number) + 1};
+      failed = !wait_until(world_, what, [&](u64& seen) {
+        seen = load_acquire(filled);
+        return u32(seen) == number + 1;
+      });
+    }
+    if (peer_ && room && !failed) {
+      const u32 number = shared_.sent[lane_] + sent_;
+      const u32* released = &fifo_of(world_, world_.rank, lane_, block_).released;
+      const Waiting what{Phase::slot, lane_, block_, -1, -1, epoch_, number};
+      failed = !wait_until(world_, what, [&](u64& seen) {
+        seen = load_acquire(released);
+        return number - u32(seen) < u32(kDepth);  // counters may wrap
+      });
+    }
+    return __syncthreads_or(failed) == 0;
+  }
+  // Tells the peers what the block has written for them, or taken of theirs. (All threads.)
+  __device__ void tell(bool sent, bool received) {
+    __syncthreads();
+    sent_ += sent;
+    received_ += received;
+    if (!peer_) return;
+    if (sent) {
+      const u32 number = shared_.sent[lane_] + sent_;
+      store_release(&fifo_of(world_, lane_, world_.rank, block_).filled[(number - 1) % kDepth],
+                    number);
+    }
+    if (received) {
+      const u32 taken = shared_.received[lane_] + received_;
+      // Relaxed: what was read has been used, or the stores before the barrier had not issued.
+      store_relaxed(&fifo_of(world_, lane_, world_.rank, block_).released, taken);
+    }
+  }
+
+  // Each peer's share, of this rank's array, to its owner.
+  __device__ bool push(u32 c) {
+    if (c >= call_.chunks) return true;
+    if (!wait(true, false)) return false;
+    for (int k = 1; k < world_.nranks; ++k) {
+      const int q = (world_.rank + k) % world_.nranks;
+      const Span s = span(q, c);
+      copy_bytes(slot_there(q), call_.input + input_at(q) + s.begin, s.bytes);
+    }
+    tell(true, false);
+    return true;
+  }
+
+  // This rank's share: all contributions, in rank order.
+  __device__ bool combine(u32 c) {
+    const bool pushed = call_.gather == Gather::push, spreads = call_.spread == Spread::push;
+    // A thread of another warp than those that wait.
+    if (threadIdx.x == kThreads - 1) prepare(c);
+    if (!wait(spreads, pushed)) return false;
+    const Job& job = shared_.combine;
+    if (job.bytes != 0 && job.ndst != 0) {
+      if (call_.gather == Gather::none) {
+        copy_job(job);
+      } else {
+        reduce_(job, call_.arithmetic);
+      }
+    }
+    tell(spreads, pushed);
+    return true;
+  }
+  __device__ void prepare(u32 c) {
+    const int rank = world_.rank;
+    const Span s = span(rank, c);
+    Job& job = shared_.combine;
+    job.nsrc = job.ndst = 0;
+    job.bytes = s.bytes;
+    job.divisor = call_.arithmetic.divisor;
+    job.scaled = call_.arithmetic.scaled ? (1u << world_.nranks) - 1 : 0;
+    const unsigned char* const own = call_.input + input_at(rank) + s.begin;
+    for (int q = 0; q < world_.nranks; ++q) {
+      if (q == rank) {
+        job.src[job.nsrc++] = own;
+      } else if (call_.gather == Gather::push) {
+        job.src[job.nsrc++] = slot_here(q);
+      } else if (call_.gather == Gather::pull) {
+        job.src[job.nsrc++] = call_.inputs[q] + input_at(rank) + s.begin;
+      }
+    }
+    unsigned char* const out = call_.output + output_at(rank) + s.begin;
+    if (call_.gather != Gather::none || out != own) job.dst[job.ndst++] = out;
+    if (call_.spread == Spread::none) return;
+    for (int k = 1; k < world_.nranks; ++k) {
+      const int q = (rank + k) % world_.nranks;
+      job.dst[job.ndst++] = call_.spread == Spread::push
+                                ? slot_there(q)
+                                : call_.outputs[q] + output_at(rank) + s.begin;
+    }
+  }
+
+  // The peers' shares, out of their messages.
+  __device__ bool collect(u32 c) {
+    if (!wait(false, true)) return false;
+    for (int k = 1; k < world_.nranks; ++k) {
+      const int q = (world_.rank + world_.nranks - k) % world_.nranks;
+      const Span s = span(q, c);
+      copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q), s.bytes);
+    }
+    tell(false, true);
+    return true;
+  }
+
+  // All ranks are done with each other's arrays.
+  __device__ bool part() {
+    if (!wait(true, false)) return false;
+    tell(true, false);
+    if (!wait(false, true)) return false;
+    tell(false, true);
+    return true;
+  }
+
+  const TwoShotCall& call_;
+  const DeviceWorld& world_;
+  Shared& shared_;
+  u64 epoch_;
+  int block_, lane_;
+  bool peer_;  // this thread speaks with the peer of its number
+  ReduceJob reduce_;
+  u32 sent_ = 0, received_ = 0;  // messages to each peer, and from each, in this call
+};
+
+__global__ void __launch_bounds__(kThreads, 2)
+    two_shot_kernel(const __grid_constant__ TwoShotCall call) {
+  __shared__ Shared shared;
+  const Entry entry = enter(call.world);
+  TwoShot strand(call, entry.epoch, shared);
+  strand.load();
+  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run(entry)) strand.keep();
+  finish_call(call.world, entry.epoch);
+}
+
+}  // namespace
+
+int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
+  return launch(two_shot_kernel, {blocks, kThreads}, stream, call);
+}
+
+int two_shot_residency(int* blocks) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, two_shot_kernel, kThreads, 0);
+}
+
+}  // namespace collectives::device
