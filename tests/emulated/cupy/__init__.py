@@ -16,12 +16,12 @@ class ndarray:  # noqa: N801, as cupy has it
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        shape: int | tuple[int, ...],
         dtype: Any = float,
         memptr: cuda.MemoryPointer | None = None,
         strides: tuple[int, ...] | None = None,
     ) -> None:
-        self.shape = tuple(shape)
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.dtype = np.dtype(dtype)
         self.size = int(np.prod(self.shape, dtype=np.int64))
         self.nbytes = self.size * self.dtype.itemsize
@@ -41,6 +41,15 @@ class ndarray:  # noqa: N801, as cupy has it
             "stream": stream or 1,
         }
 
+    def set(self, array: np.ndarray[Any, Any]) -> None:
+        held = np.ascontiguousarray(array, self.dtype)
+        cuda.runtime.memcpy(self.data.ptr, held.ctypes.data, held.nbytes, 1)
+
+    def get(self) -> np.ndarray[Any, Any]:
+        array = np.empty(self.shape, self.dtype)
+        cuda.runtime.memcpy(array.ctypes.data, self.data.ptr, array.nbytes, 2)
+        return array
+
     def __getitem__(self, key: slice) -> ndarray:
         begin, end, step = key.indices(self.shape[0])
         size = self.dtype.itemsize
@@ -49,5 +58,5 @@ class ndarray:  # noqa: N801, as cupy has it
         return ndarray((len(range(begin, end, step)),), self.dtype, data, strides)
 
 
-def empty(shape: tuple[int, ...], dtype: Any = float) -> ndarray:
+def empty(shape: int | tuple[int, ...], dtype: Any = float) -> ndarray:
     return ndarray(shape, dtype)

@@ -79,6 +79,24 @@ def alloc(size: int) -> MemoryPointer:
     return MemoryPointer(Memory(size), 0)
 
 
+class Event:
+    def __init__(self) -> None:
+        self.ptr = ctypes.c_void_p()
+        _check(_cuda.cudaEventCreateWithFlags(ctypes.byref(self.ptr), 0))
+
+    def record(self, stream: Stream) -> None:
+        _check(_cuda.cudaEventRecord(self.ptr, _pointer(stream.ptr)))
+
+    def synchronize(self) -> None:
+        _check(_cuda.cudaEventSynchronize(self.ptr))
+
+
+def get_elapsed_time(begin: Event, end: Event) -> float:
+    ms = ctypes.c_float()
+    _check(_cuda.cudaEventElapsedTime(ctypes.byref(ms), begin.ptr, end.ptr))
+    return ms.value
+
+
 class Graph:
     def __init__(self, graph: ctypes.c_void_p) -> None:
         self._exec = ctypes.c_void_p()
@@ -138,3 +156,27 @@ class runtime:  # noqa: N801, as cupy has it
     def memcpy(to: int, source: int, size: int, kind: int) -> None:
         runtime.memcpyAsync(to, source, size, kind, 0)
         _check(_cuda.cudaStreamSynchronize(None))
+
+    @staticmethod
+    def memsetAsync(to: int, value: int, size: int, stream: int) -> None:  # noqa: N802
+        _check(
+            _cuda.cudaMemsetAsync(_pointer(to), value, ctypes.c_size_t(size), _pointer(stream))
+        )
+
+    @staticmethod
+    def getDeviceCount() -> int:  # noqa: N802
+        count = ctypes.c_int()
+        _check(_cuda.cudaGetDeviceCount(ctypes.byref(count)))
+        return count.value
+
+    @staticmethod
+    def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
+        return {"name": f"emulated GPU {device}".encode()}
+
+    @staticmethod
+    def driverGetVersion() -> int:  # noqa: N802
+        return 0
+
+    @staticmethod
+    def runtimeGetVersion() -> int:  # noqa: N802
+        return 0
