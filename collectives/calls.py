@@ -242,14 +242,19 @@ class Calls:
         views: Sequence[View],
     ) -> None:
         engine = self._engine(device)
-        if views and nbytes >= ANY_PAIR:
-            raise UnsupportedError(
-                "all_to_all_v on device arrays is not there yet: pad the blocks and use "
-                "all_to_all, or pass copies on the host"
-            )
         if algorithm is None or algorithm == "auto":
             rule = self._tuner.rule(collective, nbytes)
             algorithm = rule.algorithm if rule else device_algorithm(collective, nbytes, self.size)
+        if collective == "all_to_all" and algorithm != "direct_two_shot":
+            if nbytes >= ANY_PAIR:
+                raise UnsupportedError(
+                    f"all_to_all_v on device arrays goes by direct_two_shot, not by {algorithm}"
+                )
+            if len({v.pointer for v in views}) == 1:
+                raise ArrayError(
+                    f"all_to_all: on the GPU, {algorithm} needs another array for out than x; "
+                    "direct_two_shot does not"
+                )
         if algorithm:
             self._intern(algorithm, collective, root)
             if is_written(algorithm):

@@ -192,11 +192,22 @@ struct TwoShotCall {
   u32 chunks;                    // of a block
 };
 
+struct ExchangeCall {
+  DeviceWorld world;
+  CallHead head;
+  const unsigned char* input;
+  unsigned char* output;
+  Share send[kMaxRanks], receive[kMaxRanks];  // to and from each rank
+  u64 chunk_bytes;
+  u32 chunks;  // of a block, for the pair that has the most
+};
+
 // ---- kernels/*.cu: `stream` is a cudaStream_t; the result is a cudaError_t ---------------------
 
 int launch_plan(const PlanCall& call, int blocks, void* stream);
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);
+int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
 // should be; `wrong` (device memory, one word a rank) says where it was not.
 int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream);
@@ -204,6 +215,7 @@ int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* 
 int plan_residency(int* blocks);
 int one_shot_residency(int* blocks);
 int two_shot_residency(int* blocks);
+int exchange_residency(int* blocks);
 // Loads all kernels now; blocks of the larger ones that one multiprocessor holds at a time.
 int load_kernels(int* resident);
 

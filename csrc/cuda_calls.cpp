@@ -132,6 +132,12 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
   s.count = Layout::blocked(call.collective)
                 ? std::max(call.in.total(config.nranks), call.out.total(config.nranks))
                 : call.count;
+  if (direct.kind == DirectPath::Kind::exchange && call.in.is_table()) {
+    // Pairs have lengths of their own, which their two ranks compare.
+    s.count = 0;
+    options.algorithm.copy(s.algorithm, sizeof s.algorithm - 1);
+    return s;
+  }
   for (const Blocks* blocks : {&call.in, &call.out})
     if (blocks->is_table())
       for (int q = 0; q < config.nranks; ++q)

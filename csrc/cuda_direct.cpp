@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kOneShotBlocks = 128;  // packets need all of them for 512 KiB, lines for 1 MiB
 // What a block of direct_two_shot has at least, of a share; and a message, if it is that much.
+constexpr u64 kExchangeChunkBytes = 64 << 10;
 constexpr u64 kMinBlockBytes = 4 << 10, kMinChunkBytes = 16 << 10;
 
 u64 rounded(u64 bytes, u64 unit) { return (bytes + unit - 1) / unit * unit; }
@@ -68,6 +69,10 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
       path.kind = DirectPath::Kind::packets;
     return path;
   }
+  if (options.algorithm == "direct_two_shot" && call.collective == Collective::all_to_all) {
+    path.kind = DirectPath::Kind::exchange;
+    return path;
+  }
   if (options.algorithm != "direct_two_shot" || !is_two_shot(call.collective)) return path;
   const bool gathers = call.collective != Collective::all_gather;
   const bool spreads = call.collective != Collective::reduce_scatter;
@@ -90,6 +95,10 @@ bool DeviceCommunicator::Impl::launch_direct(const DirectPath& path, const Call&
   if (path.kind == DirectPath::Kind::none) return false;
   if (path.kind == DirectPath::Kind::two_shot) {
     launch_share_kernel(path, call, options, head, arithmetic, used);
+    return true;
+  }
+  if (path.kind == DirectPath::Kind::exchange) {
+    launch_pairs(call, options, head, used);
     return true;
   }
   OneShotCall c{};
@@ -162,6 +171,29 @@ void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const
   }
   c.chunks = static_cast<u32>((c.block_bytes + c.chunk_bytes - 1) / c.chunk_bytes);
   check_cuda(static_cast<cudaError_t>(launch_two_shot(c, grid, used)), "launching a kernel");
+}
+
+void DeviceCommunicator::Impl::launch_pairs(const Call& call, const DeviceOptions& options,
+                                            const CallHead& head, cudaStream_t used) {
+  const u64 e = size_of(call.dtype);
+  ExchangeCall c{};
+  c.world = world;
+  c.head = head;
+  c.input = input_of(call);
+  c.output = output_of(call);
+  for (int q = 0; q < config.nranks; ++q) {
+    c.send[q] = {call.in.offset(q) * e, call.in.length(q) * e};
+    c.receive[q] = {call.out.offset(q) * e, call.out.length(q) * e};
+  }
+  const u64 longest = std::max(call.in.longest(config.nranks), call.out.longest(config.nranks)) * e;
+  // Ranks do not know each other's lengths, but all must take as many blocks.
+  int grid = options.blocks > 0 ? std::min(options.blocks, blocks) : blocks;
+  if (!call.in.is_table())
+    grid = static_cast<int>(std::clamp<u64>(longest / kMinBlockBytes, 1, static_cast<u64>(grid)));
+  c.chunk_bytes = std::min(kExchangeChunkBytes, u64{world.geometry.slot_bytes});
+  const u64 most = rounded((longest + grid - 1) / grid, 128);
+  c.chunks = static_cast<u32>((most + c.chunk_bytes - 1) / c.chunk_bytes);
+  check_cuda(static_cast<cudaError_t>(launch_exchange(c, grid, used)), "launching a kernel");
 }
 
 }  // namespace collectives

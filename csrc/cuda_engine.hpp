@@ -41,7 +41,7 @@ struct Segment {
 
 // Which kernel made by hand does a call, if any, and which symmetric buffers it uses.
 struct DirectPath {
-  enum class Kind { none, packets, lines, two_shot };
+  enum class Kind { none, packets, lines, two_shot, exchange };
   Kind kind = Kind::none;
   Gather gather = Gather::none;
   Spread spread = Spread::none;
@@ -80,6 +80,8 @@ struct DeviceCommunicator::Impl {
   void launch_share_kernel(const device::DirectPath& path, const Call& call,
                            const DeviceOptions& options, const device::CallHead& head,
                            const device::Arithmetic& arithmetic, cudaStream_t stream);
+  void launch_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
+                    cudaStream_t stream);
   void launch_program(const Call& call, const DeviceOptions& options, const device::CallHead& head,
                       const device::Arithmetic& arithmetic, cudaStream_t stream);
 

@@ -251,24 +251,25 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(const __grid_constant__
 
 using Kernel = void (*)(OneShotCall);
 
-template <class A>
-Kernel kernel_for(bool lines) {
-  return lines ? lines_kernel<A> : packets_kernel<A>;
-}
+using Sum32 = Accumulator<Float32Format, SumOp>;
+using SumB16 = Accumulator<Bfloat16Format, SumOp>;
+using Sum16 = Accumulator<Float16Format, SumOp>;
+
 Kernel kernel_of(const OneShotCall& call) {
+  const bool lines = call.lines;
   if (call.arithmetic.reducer.op == static_cast<u32>(Combine::sum)) {
     switch (static_cast<Format>(call.arithmetic.reducer.format)) {
       case Format::float32:
-        return kernel_for<Accumulator<Float32Format, SumOp>>(call.lines);
+        return lines ? lines_kernel<Sum32> : packets_kernel<Sum32>;
       case Format::bfloat16:
-        return kernel_for<Accumulator<Bfloat16Format, SumOp>>(call.lines);
+        return lines ? lines_kernel<SumB16> : packets_kernel<SumB16>;
       case Format::float16:
-        return kernel_for<Accumulator<Float16Format, SumOp>>(call.lines);
+        return lines ? lines_kernel<Sum16> : packets_kernel<Sum16>;
       default:
         break;
     }
   }
-  return kernel_for<void>(call.lines);
+  return lines ? lines_kernel<void> : packets_kernel<void>;
 }
 
 }  // namespace
@@ -278,14 +279,17 @@ int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
 }
 
 int one_shot_residency(int* blocks) {
-  int packets = 0, lines = 0;
-  int error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&packets, packets_kernel<void>,
-                                                            kThreads, 0);
-  if (error == cudaSuccess)
-    error =
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&lines, lines_kernel<void>, kThreads, 0);
-  *blocks = min(packets, lines);
-  return error;
+  const Kernel all[] = {packets_kernel<Sum32>,  lines_kernel<Sum32>, packets_kernel<SumB16>,
+                        lines_kernel<SumB16>,   packets_kernel<Sum16>, lines_kernel<Sum16>,
+                        packets_kernel<void>,   lines_kernel<void>};
+  *blocks = 1 << 10;
+  for (const Kernel kernel : all) {
+    int own = 0;
+    const int error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&own, kernel, kThreads, 0);
+    if (error != cudaSuccess) return error;
+    *blocks = min(*blocks, own);
+  }
+  return cudaSuccess;
 }
 
 }  // namespace collectives::device

@@ -20,44 +20,25 @@
 // Cost: two crossings of the link, about 6 µs with the start; 2 (n - 1) / n S bytes sent; none are
 // copied twice on the link. Through FIFOs each byte is also written to and read from own memory.
 #include "cuda_call.hpp"
+#include "fifo.cuh"
 #include "jobs.cuh"
 #include "launch.cuh"
-#include "signal.cuh"
 
 namespace collectives::device {
 namespace {
 
 struct Shared {
   Job combine;
-  u32 sent[kMaxRanks], received[kMaxRanks];  // messages of all calls before this one
+  FifoNumbers numbers;
 };
 
-class TwoShot {
+class TwoShot : public FifoEnds {
  public:
   __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
-      : call_(call),
-        world_(call.world),
+      : FifoEnds(call.world, epoch, shared.numbers),
+        call_(call),
         shared_(shared),
-        epoch_(epoch),
-        block_(static_cast<int>(blockIdx.x)),
-        lane_(static_cast<int>(threadIdx.x)),
-        peer_(lane_ < world_.nranks && lane_ != world_.rank),
         reduce_(call.gather == Gather::none ? nullptr : reduce_job_of(call.arithmetic.reducer)) {}
-
-  // The next __syncthreads() ends it.
-  __device__ void load() {
-    if (!peer_) return;
-    const FifoControl& control = fifo_of(world_, world_.rank, lane_, block_);
-    shared_.sent[lane_] = control.sent;
-    shared_.received[lane_] = control.received;
-  }
-  __device__ void keep() {
-    __syncthreads();
-    if (!peer_) return;
-    FifoControl& control = fifo_of(world_, world_.rank, lane_, block_);
-    control.sent = shared_.sent[lane_] + sent_;
-    control.received = shared_.received[lane_] + received_;
-  }
 
   __device__ bool run(const Entry& entry) {
     const bool pushes = call_.gather == Gather::push, spreads = call_.spread == Spread::push;
@@ -91,54 +72,6 @@ class TwoShot {
   __device__ u64 output_at(int owner) const {
     return call_.output_is_share ? 0 : call_.share[owner].begin;
   }
-  __device__ unsigned char* slot_there(int q) const {
-    return slot_of(world_, q, world_.rank, block_, shared_.sent[q] + sent_);
-  }
-  __device__ const unsigned char* slot_here(int q) const {
-    return slot_of(world_, world_.rank, q, block_, shared_.received[q] + received_);
-  }
-
-  // The thread of each peer waits for room in its FIFO, and for its next message. (All threads.)
-  __device__ bool wait(bool room, bool message) {
-    bool failed = false;
-    if (peer_ && message) {
-      const u32 number = shared_.received[lane_] + received_;
-      const u32* filled = &fifo_of(world_, world_.rank, lane_, block_).filled[number % kDepth];
-      const Waiting what{Phase::message, lane_, block_, -1, -1, epoch_, u64(number) + 1};
-      failed = !wait_until(world_, what, [&](u64& seen) {
-        seen = load_acquire(filled);
-        return u32(seen) == number + 1;
-      });
-    }
-    if (peer_ && room && !failed) {
-      const u32 number = shared_.sent[lane_] + sent_;
-      const u32* released = &fifo_of(world_, world_.rank, lane_, block_).released;
-      const Waiting what{Phase::slot, lane_, block_, -1, -1, epoch_, number};
-      failed = !wait_until(world_, what, [&](u64& seen) {
-        seen = load_acquire(released);
-        return number - u32(seen) < u32(kDepth);  // counters may wrap
-      });
-    }
-    return __syncthreads_or(failed) == 0;
-  }
-  // Tells the peers what the block has written for them, or taken of theirs. (All threads.)
-  __device__ void tell(bool sent, bool received) {
-    __syncthreads();
-    sent_ += sent;
-    received_ += received;
-    if (!peer_) return;
-    if (sent) {
-      const u32 number = shared_.sent[lane_] + sent_;
-      store_release(&fifo_of(world_, lane_, world_.rank, block_).filled[(number - 1) % kDepth],
-                    number);
-    }
-    if (received) {
-      const u32 taken = shared_.received[lane_] + received_;
-      // Relaxed: what was read has been used, or the stores before the barrier had not issued.
-      store_relaxed(&fifo_of(world_, lane_, world_.rank, block_).released, taken);
-    }
-  }
-
   // Each peer's share, of this rank's array, to its owner.
   __device__ bool push(u32 c) {
     if (c >= call_.chunks) return true;
@@ -146,7 +79,7 @@ class TwoShot {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + k) % world_.nranks;
       const Span s = span(q, c);
-      copy_bytes(slot_there(q), call_.input + input_at(q) + s.begin, s.bytes);
+      copy_bytes(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
     }
     tell(true, false);
     return true;
@@ -182,7 +115,7 @@ class TwoShot {
       if (q == rank) {
         job.src[job.nsrc++] = own;
       } else if (call_.gather == Gather::push) {
-        job.src[job.nsrc++] = slot_here(q);
+        job.src[job.nsrc++] = slot_here(q, received_);
       } else if (call_.gather == Gather::pull) {
         job.src[job.nsrc++] = call_.inputs[q] + input_at(rank) + s.begin;
       }
@@ -193,7 +126,7 @@ class TwoShot {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (rank + k) % world_.nranks;
       job.dst[job.ndst++] = call_.spread == Spread::push
-                                ? slot_there(q)
+                                ? slot_there(q, sent_)
                                 : call_.outputs[q] + output_at(rank) + s.begin;
     }
   }
@@ -204,7 +137,7 @@ class TwoShot {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       const Span s = span(q, c);
-      copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q), s.bytes);
+      copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
     }
     tell(false, true);
     return true;
@@ -220,13 +153,8 @@ class TwoShot {
   }
 
   const TwoShotCall& call_;
-  const DeviceWorld& world_;
   Shared& shared_;
-  u64 epoch_;
-  int block_, lane_;
-  bool peer_;  // this thread speaks with the peer of its number
   ReduceJob reduce_;
-  u32 sent_ = 0, received_ = 0;  // messages to each peer, and from each, in this call
 };
 
 __global__ void __launch_bounds__(kThreads, 2)

@@ -25,12 +25,14 @@ int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* 
 // kernel of another rank, that is, which waits for this one.
 int load_kernels(int* resident) {
   cudaFuncAttributes attributes;
-  int plan = 0, one_shot = 0, two_shot = 0;
   int error = cudaFuncGetAttributes(&attributes, probe_kernel);
-  if (error == cudaSuccess) error = plan_residency(&plan);
-  if (error == cudaSuccess) error = one_shot_residency(&one_shot);
-  if (error == cudaSuccess) error = two_shot_residency(&two_shot);
-  *resident = min(plan, min(one_shot, two_shot));
+  *resident = 1 << 10;
+  for (const auto residency :
+       {plan_residency, one_shot_residency, two_shot_residency, exchange_residency}) {
+    int own = 0;
+    if (error == cudaSuccess) error = residency(&own);
+    *resident = min(*resident, own);
+  }
   return error;
 }
 

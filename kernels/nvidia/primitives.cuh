@@ -71,13 +71,15 @@ struct alignas(128) Line {
 struct LinePart {
   u64 low, high;
 };
-__device__ inline void store_line(Line* line, int lane, u32, const LinePart& part) {
+__device__ inline void store_line(Line* line, int lane, u32 together, const LinePart& part) {
+  __syncwarp(together);  // one access of all eight
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(&line->word[lane * 2]),
                "l"(part.low), "l"(part.high)
                : "memory");
 }
-__device__ inline LinePart load_line(const Line* line, int lane, u32) {
+__device__ inline LinePart load_line(const Line* line, int lane, u32 together) {
   LinePart part;
+  __syncwarp(together);
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
                : "=l"(part.low), "=l"(part.high)
                : "l"(&line->word[lane * 2])

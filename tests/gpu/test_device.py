@@ -27,7 +27,7 @@ if not GPUS:
     pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 
-from on_device import OnDevice, run_on  # noqa: E402
+from on_device import OnDevice, run_on, some  # noqa: E402
 
 COUNTS = (0, 1, 3, 17, 64, 1000, 4099, 70001)
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -39,12 +39,12 @@ def device_cases(n: int) -> list[Case]:
     """Every algorithm and collective; without what device arrays do not do, see docs/gpu.md."""
     found = []
     for case in sweep(n, registry(n), COUNTS, how="blocking"):
-        if case.collective == "all_to_all":
+        if case.collective == "all_to_all" and case.algorithm != "direct_two_shot":
             case = case._replace(place="out", v=False)
         if case.place == "new":
             case = case._replace(place="out")
         found.append(case)
-    return found
+    return some(found)
 
 
 @pytest.mark.parametrize("devices", PLACES, ids=str)
@@ -69,6 +69,7 @@ def test_all_dtypes_and_ops(n: int) -> None:
         for algorithm, order in (("direct_one_shot", None), ("ring", None), ("ring", "rank"))
         for count, place in ((777, "in"), (130, "out"))
     ]
+    wanted = some(wanted)
 
     def body(comm: OnDevice) -> int:
         for case in wanted:
@@ -86,7 +87,7 @@ def test_bits_are_those_of_the_host(algorithm: str, data: str) -> None:
 
     def body(comm: OnDevice) -> list[str]:
         wrong = []
-        for seed, (dtype, op) in enumerate(reference.PAIRS):
+        for seed, (dtype, op) in some(list(enumerate(reference.PAIRS))):
             make = random_values if data == "random" and dtype in reference.FLOATS else any_bytes
             x = make(comm.rank, count, dtype, seed)
             more: dict[str, Any] = {"op": op, "order": "rank"}
@@ -113,6 +114,7 @@ def test_large(n: int) -> None:
         if collective != "barrier"
         for dtype, count, seed in (("float32", 400_001, 1), ("uint8", (5 << 20) + 3, 7))
     ]
+    wanted = some(wanted)
 
     def body(comm: OnDevice) -> int:
         for case in wanted:
@@ -234,7 +236,7 @@ def test_errors_in_words() -> None:
             with pytest.raises(cc.UnsupportedError, match="band"):
                 comm.comm.all_reduce(x, op="band")
             with pytest.raises(cc.ArrayError, match="another array"):
-                comm.comm.all_to_all(x, out=x)
+                comm.comm.all_to_all(x, out=x, algorithm="bruck")
             with pytest.raises(cc.UnsupportedError, match="no GPU engine"):
                 comm.comm.send(x, 0)
             with pytest.raises(cc.ArrayError, match="strides"):

@@ -4,6 +4,7 @@ references as the interpreter, in every way in which they can go about a call.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ if not GPUS:
     pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 
-from on_device import OnDevice, run_on  # noqa: E402
+from on_device import OnDevice, run_on, some  # noqa: E402
 
 PLACE = list(range(GPUS))
 ONE_SHOT = {"packets": Launch(), "lines": Launch(lines=True), "few": Launch(lines=True, blocks=1)}
@@ -30,7 +31,9 @@ TWO_SHOT = {"push": Launch(), "pull": Launch(pull=True), "few": Launch(pull=True
 COUNTS = (1, 3, 14, 15, 16, 17, 30, 31, 257, 1000, 4099, 20011)
 
 
-def run_all(wanted: list[Case], n: int, symmetric: bool = False) -> None:
+def run_all(cases: list[Case], n: int, symmetric: bool = False) -> None:
+    wanted = some(cases)
+
     def body(comm: OnDevice) -> int:
         for case in wanted:
             check(comm, case)  # type: ignore[arg-type]
@@ -91,6 +94,42 @@ def test_two_shot(monkeypatch: pytest.MonkeyPatch, how: str, symmetric: bool, n:
     run_all(two_shot_cases(n), n, symmetric)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_exchange(n: int) -> None:
+    """all_to_all: blocks of equal and of unequal lengths, in place too."""
+    run_all(
+        [
+            Case("all_to_all", "direct_two_shot", dtype, count=count, place=place, v=v, seed=i)
+            for i, (dtype, count) in enumerate(
+                [("uint8", 8), ("float32", 1000), ("int16", 33_333), ("complex128", 7),
+                 ("float64", 100_000), ("uint8", 600_001)]
+            )
+            for place, v in (("in", False), ("out", False), ("out", True))
+        ],
+        n,
+    )  # fmt: skip
+
+
+def test_pairs_that_disagree() -> None:
+    """Each rank of an all_to_all_v knows its own lengths only; all raise if one pair disagrees."""
+
+    def body(comm: OnDevice) -> str:
+        sends = [4, 5, 6]
+        receives = [sends[comm.rank]] * 3
+        if comm.rank == 1:
+            receives[2] += 1
+        x = np.ones(sum(sends), np.float32)
+        out = np.zeros(sum(receives), np.float32)
+        try:
+            comm.all_to_all_v(x, sends, receives, out=out)
+        except cc.MismatchError as error:
+            return str(error)
+        return ""
+
+    words = run_on(3, PLACE, body, timeout=20)
+    assert all(words), words
+
+
 @pytest.mark.parametrize("how", ["lines", "pull", "push"])
 def test_bits_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Any bit patterns and any numbers give the bits that the host gives: they combine in rank
@@ -102,7 +141,7 @@ def test_bits_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch, how: str) -
 
     def body(comm: OnDevice) -> list[str]:
         wrong = []
-        for seed, (dtype, op) in enumerate(reference.PAIRS):
+        for seed, (dtype, op) in some(list(enumerate(reference.PAIRS))):
             make = random_values if seed % 2 and dtype in reference.FLOATS else any_bytes
             x = make(comm.rank, count, dtype, seed)
             more: dict[str, Any] = {"op": op, "order": "rank"}
@@ -118,6 +157,49 @@ def test_bits_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch, how: str) -
     with np.errstate(all="ignore"):
         for wrong in run_on(n, PLACE, body, symmetric=how == "pull", timeout=20):
             assert not wrong, wrong
+
+
+HURRIED = {
+    "one_shot-packets": ("direct_one_shot", Launch(), False),
+    "one_shot-lines": ("direct_one_shot", Launch(lines=True), False),
+    "two_shot": ("direct_two_shot", Launch(blocks=1), False),
+    "symmetric-pull": ("direct_two_shot", Launch(pull=True), True),
+    "symmetric-push": ("direct_two_shot", Launch(), True),
+}
+
+
+@pytest.mark.parametrize("how", HURRIED)
+def test_hurried(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Calls one behind the other, each on new data in the same array, while ranks come late in
+    turn: nobody writes over what another has not taken yet."""
+    n, calls, count = 3, 30, 30_001
+    algorithm, launch, symmetric = HURRIED[how]
+    monkeypatch.setattr(engines, "device_launch", lambda *_: launch)
+
+    def body(comm: OnDevice) -> int:
+        rng = np.random.default_rng(comm.rank)
+        size = 900 if algorithm == "direct_one_shot" else count
+        pattern = np.arange(size) % 97
+        inputs = [(pattern * (i + 1) + comm.rank).astype(np.float32) for i in range(calls)]
+        outputs = [np.zeros(size, np.float32) for _ in range(calls)]
+        memory = cupy.cuda.MemoryPointer(comm.memory.mem, 0)
+        x = cupy.ndarray((size,), cupy.float32, memory)
+        comm.comm.barrier()
+        stream = comm.stream.ptr
+        with comm.stream:
+            for i in range(calls):
+                if rng.random() < 0.2:
+                    time.sleep(0.005)
+                copy = cupy.cuda.runtime.memcpyAsync
+                copy(x.data.ptr, inputs[i].ctypes.data, inputs[i].nbytes, 1, stream)
+                comm.comm.all_reduce(x, algorithm=algorithm)
+                copy(outputs[i].ctypes.data, x.data.ptr, outputs[i].nbytes, 2, stream)
+        comm.finish()
+        for i in range(calls):
+            assert (outputs[i] == pattern * (i + 1) * n + n * (n - 1) // 2).all(), i
+        return 1
+
+    assert run_on(n, PLACE, body, symmetric, timeout=20) == [1] * n
 
 
 def test_paths_take_turns() -> None:
