@@ -47,19 +47,26 @@ class Way(NamedTuple):
     least: int = 0
 
 
+TWO_SHOT = "direct_two_shot"
+MIB = 1 << 20
 WAYS = {
-    "packets": Way("direct_one_shot", Launch(), most=512 << 10),
-    "lines": Way("direct_one_shot", Launch(lines=True), least=4 << 10, most=4 << 20),
-    "lines64": Way("direct_one_shot", Launch(lines=True, blocks=64), least=256 << 10, most=4 << 20),
-    "push": Way("direct_two_shot", Launch(), least=64 << 10),
-    "push32": Way("direct_two_shot", Launch(blocks=32), least=1 << 20),
-    "push8": Way("direct_two_shot", Launch(blocks=8), least=16 << 20),
-    "s-pull": Way("direct_two_shot", Launch(pull=True), True, least=64 << 10),
-    "s-pull32": Way("direct_two_shot", Launch(pull=True, blocks=32), True, least=64 << 10),
-    "s-push": Way("direct_two_shot", Launch(), True, least=1 << 20),
-    "s-push32": Way("direct_two_shot", Launch(blocks=32), True, least=1 << 20),
-    "s-push8": Way("direct_two_shot", Launch(blocks=8), True, least=16 << 20),
-    "ring": Way("ring"),
+    "packets": Way("direct_one_shot", Launch(), most=MIB // 2),
+    "lines": Way("direct_one_shot", Launch(lines=True), least=64 << 10, most=4 * MIB),
+    "lines128": Way(
+        "direct_one_shot", Launch(lines=True, blocks=128), least=MIB // 4, most=4 * MIB
+    ),
+    "push": Way(TWO_SHOT, Launch(), least=MIB // 4),
+    "push32": Way(TWO_SHOT, Launch(blocks=32), least=MIB),
+    "push8": Way(TWO_SHOT, Launch(blocks=8), least=16 * MIB),
+    "push-64K": Way(TWO_SHOT, Launch(chunk=64 << 10), least=16 * MIB),
+    "push-32K": Way(TWO_SHOT, Launch(chunk=32 << 10), least=4 * MIB),
+    "s-pull": Way(TWO_SHOT, Launch(pull=True), True, least=64 << 10),
+    "s-pull32": Way(TWO_SHOT, Launch(pull=True, blocks=32), True, least=MIB),
+    "s-push": Way(TWO_SHOT, Launch(), True, least=MIB),
+    "s-push32": Way(TWO_SHOT, Launch(blocks=32), True, least=MIB),
+    "s-push8": Way(TWO_SHOT, Launch(blocks=8), True, least=16 * MIB),
+    "s-push-64K": Way(TWO_SHOT, Launch(chunk=64 << 10), True, least=16 * MIB),
+    "ring": Way("ring", least=MIB),
 }
 
 

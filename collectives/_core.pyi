@@ -150,6 +150,7 @@ class DeviceCommunicator:
         algorithm: str,
         stream: int,
         blocks: int = 0,
+        chunk: int = 0,
         lines: bool = False,
         pull: bool = False,
     ) -> None: ...

@@ -216,7 +216,8 @@ int plan_residency(int* blocks);
 int one_shot_residency(int* blocks);
 int two_shot_residency(int* blocks);
 int exchange_residency(int* blocks);
-// Loads all kernels now; blocks of the larger ones that one multiprocessor holds at a time.
-int load_kernels(int* resident);
+// Loads all kernels now; blocks that one multiprocessor holds at a time, of any kernel and of the
+// one-shot ones.
+int load_kernels(int* strands, int* one_shot);
 
 }  // namespace collectives::device

@@ -24,18 +24,20 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
                                             " ranks, not " + std::to_string(config.nranks));
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
-  int resident = 0, processors = 0;
-  check_cuda(static_cast<cudaError_t>(load_kernels(&resident)), "loading the kernels");
+  int each = 0, one_shot = 0, processors = 0;
+  check_cuda(static_cast<cudaError_t>(load_kernels(&each, &one_shot)), "loading the kernels");
   check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, config.device),
              "cudaDeviceGetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.
-  blocks = std::min(kMaxStrands, resident * processors / std::max(1, config.sharing));
+  const int sharing = std::max(1, config.sharing);
+  one_shot_blocks = one_shot * processors / sharing;
+  blocks = std::min(kMaxStrands, each * processors / sharing);
   if (config.max_blocks > 0) blocks = std::min(blocks, config.max_blocks);
   if (blocks < 1)
     throw Error(ErrorKind::unsupported,
                 std::to_string(config.sharing) + " ranks share GPU " +
                     std::to_string(config.device) + ", which holds " +
-                    std::to_string(resident * processors) +
+                    std::to_string(each * processors) +
                     " blocks of their kernels at a time: use fewer ranks or more GPUs");
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   check_cuda(cudaEventCreateWithFlags(&last_event, cudaEventDisableTiming), "cudaEventCreate");

@@ -9,10 +9,10 @@ using namespace device;
 
 namespace {
 
-constexpr int kOneShotBlocks = 128;  // packets need all of them for 512 KiB, lines for 1 MiB
-// What a block of direct_two_shot has at least, of a share; and a message, if it is that much.
+constexpr int kOneShotBlocks = 256;  // packets need all of them for 1 MiB, lines for 2 MiB
 constexpr u64 kExchangeChunkBytes = 64 << 10;
-constexpr u64 kMinBlockBytes = 4 << 10, kMinChunkBytes = 16 << 10;
+// What a block of direct_two_shot has at least, of a share.
+constexpr u64 kMinBlockBytes = 4 << 10;
 
 u64 rounded(u64 bytes, u64 unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -111,9 +111,8 @@ bool DeviceCommunicator::Impl::launch_direct(const DirectPath& path, const Call&
   c.lines = path.kind == DirectPath::Kind::lines;
   const u64 units = (c.bytes + 7) / 8;
   const u64 threads = c.lines ? (units + kLineUnits - 1) / kLineUnits * kLineThreads : units;
-  // As many of these blocks as of the others run at a time, and they do not wait in turn for those
-  // behind them: a thread that goes on has what it waited for.
-  int most = std::min(kOneShotBlocks, blocks * (config.sharing > 1 ? 1 : 2));
+  // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
+  int most = std::min(kOneShotBlocks, one_shot_blocks);
   if (config.max_blocks > 0) most = std::min(most, config.max_blocks);
   if (options.blocks > 0) most = std::min(most, options.blocks);
   const int grid = static_cast<int>(std::min<u64>(most, (threads + kThreads - 1) / kThreads));
@@ -165,9 +164,8 @@ void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const
   if (c.gather != Gather::push && c.spread != Spread::push) {
     c.chunk_bytes = c.block_bytes;
   } else {
-    // Four chunks and more follow each other through the FIFOs.
-    c.chunk_bytes = std::max(kMinChunkBytes, rounded(c.block_bytes / 4, 4 << 10));
-    c.chunk_bytes = std::min({c.chunk_bytes, c.block_bytes, u64{world.geometry.slot_bytes}});
+    c.chunk_bytes = std::min(c.block_bytes, u64{world.geometry.slot_bytes});
+    if (options.chunk != 0) c.chunk_bytes = std::min(c.chunk_bytes, rounded(options.chunk, 128));
   }
   c.chunks = static_cast<u32>((c.block_bytes + c.chunk_bytes - 1) / c.chunk_bytes);
   check_cuda(static_cast<cudaError_t>(launch_two_shot(c, grid, used)), "launching a kernel");

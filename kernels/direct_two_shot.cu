@@ -28,7 +28,7 @@ namespace collectives::device {
 namespace {
 
 struct Shared {
-  Job combine;
+  Job combine[2];  // of this chunk, and of the next
   FifoNumbers numbers;
 };
 
@@ -38,19 +38,24 @@ class TwoShot : public FifoEnds {
       : FifoEnds(call.world, epoch, shared.numbers),
         call_(call),
         shared_(shared),
-        reduce_(call.gather == Gather::none ? nullptr : reduce_job_of(call.arithmetic.reducer)) {}
+        pushes_(call.gather == Gather::push),
+        spreads_(call.spread == Spread::push),
+        reduce_(call.gather == Gather::none ? nullptr : reduce_job_of<kWideThreads>(call.arithmetic.reducer)) {}
 
   __device__ bool run(const Entry& entry) {
-    const bool pushes = call_.gather == Gather::push, spreads = call_.spread == Spread::push;
-    if (pushes && !(push(0) && push(1))) return false;
-    if (!agree(world_, call_.head, entry)) return false;
+    if (threadIdx.x == kWideThreads - 1) prepare(0);
+    if (pushes_ && !(push(0) && push(1))) return false;
+    // Room for the last message, where it is the only one.
+    const bool alone = !pushes_ && !spreads_;
+    if (!agree(world_, call_.head, entry, alone && !has_room())) return false;
     for (u32 j = 0; j < call_.chunks; ++j) {
       if (!combine(j)) return false;
-      if (pushes && !push(j + 2)) return false;
-      if (spreads && j > 0 && !collect(j - 1)) return false;
+      if (pushes_ && !push(j + 2)) return false;
+      if (spreads_ && j > 0 && !collect(j - 1)) return false;
     }
-    if (spreads && !collect(call_.chunks - 1)) return false;
-    return !(call_.gather == Gather::pull || call_.spread == Spread::write) || part();
+    if (spreads_ && !collect(call_.chunks - 1)) return false;
+    if (call_.gather != Gather::pull && call_.spread != Spread::write) return true;
+    return (alone || wait(true, false)) && part();
   }
 
  private:
@@ -79,7 +84,7 @@ class TwoShot : public FifoEnds {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + k) % world_.nranks;
       const Span s = span(q, c);
-      copy_bytes(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
+      copy_bytes<kWideThreads>(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
     }
     tell(true, false);
     return true;
@@ -87,25 +92,27 @@ class TwoShot : public FifoEnds {
 
   // This rank's share: all contributions, in rank order.
   __device__ bool combine(u32 c) {
-    const bool pushed = call_.gather == Gather::push, spreads = call_.spread == Spread::push;
-    // A thread of another warp than those that wait.
-    if (threadIdx.x == kThreads - 1) prepare(c);
-    if (!wait(spreads, pushed)) return false;
-    const Job& job = shared_.combine;
+    // The next one's job, by a thread of another warp than those that wait.
+    if (threadIdx.x == kWideThreads - 1 && c + 1 < call_.chunks) prepare(c + 1);
+    if ((spreads_ || pushes_) && !wait(spreads_, pushes_)) return false;
+    const Job& job = shared_.combine[c & 1];
     if (job.bytes != 0 && job.ndst != 0) {
       if (call_.gather == Gather::none) {
-        copy_job(job);
+        copy_job<kWideThreads>(job);
       } else {
         reduce_(job, call_.arithmetic);
       }
     }
-    tell(spreads, pushed);
+    tell(spreads_, pushes_);
     return true;
   }
   __device__ void prepare(u32 c) {
     const int rank = world_.rank;
     const Span s = span(rank, c);
-    Job& job = shared_.combine;
+    // Of the messages that are pushed and spread in turn (see above), those of chunk c.
+    const u32 taken = spreads_ && c > 0 ? 2 * c - 1 : c;
+    const u32 given = pushes_ ? min(c + 2, call_.chunks) + c : c;
+    Job& job = shared_.combine[c & 1];
     job.nsrc = job.ndst = 0;
     job.bytes = s.bytes;
     job.divisor = call_.arithmetic.divisor;
@@ -114,8 +121,8 @@ class TwoShot : public FifoEnds {
     for (int q = 0; q < world_.nranks; ++q) {
       if (q == rank) {
         job.src[job.nsrc++] = own;
-      } else if (call_.gather == Gather::push) {
-        job.src[job.nsrc++] = slot_here(q, received_);
+      } else if (pushes_) {
+        job.src[job.nsrc++] = slot_here(q, taken);
       } else if (call_.gather == Gather::pull) {
         job.src[job.nsrc++] = call_.inputs[q] + input_at(rank) + s.begin;
       }
@@ -125,9 +132,8 @@ class TwoShot : public FifoEnds {
     if (call_.spread == Spread::none) return;
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (rank + k) % world_.nranks;
-      job.dst[job.ndst++] = call_.spread == Spread::push
-                                ? slot_there(q, sent_)
-                                : call_.outputs[q] + output_at(rank) + s.begin;
+      job.dst[job.ndst++] =
+          spreads_ ? slot_there(q, given) : call_.outputs[q] + output_at(rank) + s.begin;
     }
   }
 
@@ -137,15 +143,14 @@ class TwoShot : public FifoEnds {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       const Span s = span(q, c);
-      copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
+      copy_bytes<kWideThreads>(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
     }
     tell(false, true);
     return true;
   }
 
-  // All ranks are done with each other's arrays.
+  // All ranks are done with each other's arrays. (There is room for a message.)
   __device__ bool part() {
-    if (!wait(true, false)) return false;
     tell(true, false);
     if (!wait(false, true)) return false;
     tell(false, true);
@@ -154,10 +159,11 @@ class TwoShot : public FifoEnds {
 
   const TwoShotCall& call_;
   Shared& shared_;
+  bool pushes_, spreads_;  // through FIFOs
   ReduceJob reduce_;
 };
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kWideThreads)
     two_shot_kernel(const __grid_constant__ TwoShotCall call) {
   __shared__ Shared shared;
   const Entry entry = enter(call.world);
@@ -170,11 +176,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 }  // namespace
 
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
-  return launch(two_shot_kernel, {blocks, kThreads}, stream, call);
+  return launch(two_shot_kernel, {blocks, kWideThreads}, stream, call);
 }
 
 int two_shot_residency(int* blocks) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, two_shot_kernel, kThreads, 0);
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, two_shot_kernel, kWideThreads, 0);
 }
 
 }  // namespace collectives::device

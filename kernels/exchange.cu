@@ -41,7 +41,7 @@ class Exchange : public FifoEnds {
       const Span s = span(own, c);
       const unsigned char* const from = call_.input + call_.send[rank].begin + s.begin;
       unsigned char* const to = call_.output + call_.receive[rank].begin + s.begin;
-      if (from != to) copy_bytes(to, from, s.bytes);
+      if (from != to) copy_bytes<kWideThreads>(to, from, s.bytes);
     }
     return true;
   }
@@ -64,25 +64,25 @@ class Exchange : public FifoEnds {
   }
 
   __device__ bool push(u32 c) {
-    const bool mine = peer_ && has(call_.send, lane_, c);
+    const bool mine = for_peer_ && has(call_.send, lane_, c);
     if (!wait(mine, false)) return false;
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + k) % world_.nranks;
       if (!has(call_.send, q, c)) continue;
       const Span s = span(call_.send[q].bytes, c);
-      copy_bytes(slot_there(q, c), call_.input + call_.send[q].begin + s.begin, s.bytes);
+      copy_bytes<kWideThreads>(slot_there(q, c), call_.input + call_.send[q].begin + s.begin, s.bytes);
     }
     tell(mine, false);
     return true;
   }
   __device__ bool collect(u32 c) {
-    const bool theirs = peer_ && has(call_.receive, lane_, c);
+    const bool theirs = for_peer_ && has(call_.receive, lane_, c);
     if (!wait(false, theirs)) return false;
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       if (!has(call_.receive, q, c)) continue;
       const Span s = span(call_.receive[q].bytes, c);
-      copy_bytes(call_.output + call_.receive[q].begin + s.begin, slot_here(q, c), s.bytes);
+      copy_bytes<kWideThreads>(call_.output + call_.receive[q].begin + s.begin, slot_here(q, c), s.bytes);
     }
     tell(false, theirs);
     return true;
@@ -91,7 +91,7 @@ class Exchange : public FifoEnds {
   const ExchangeCall& call_;
 };
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kWideThreads)
     exchange_kernel(const __grid_constant__ ExchangeCall call) {
   __shared__ FifoNumbers numbers;
   const Entry entry = enter(call.world);
@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 }  // namespace
 
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream) {
-  return launch(exchange_kernel, {blocks, kThreads}, stream, call);
+  return launch(exchange_kernel, {blocks, kWideThreads}, stream, call);
 }
 
 int exchange_residency(int* blocks) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, exchange_kernel, kThreads, 0);
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, exchange_kernel, kWideThreads, 0);
 }
 
 }  // namespace collectives::device

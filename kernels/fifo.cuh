@@ -11,7 +11,8 @@ struct FifoNumbers {
   u32 sent[kMaxRanks], received[kMaxRanks];
 };
 
-// Thread q of a block speaks with peer q.
+// Thread q of a block speaks with peer q, and the same thread of the second warp looks for room at
+// it: what both read takes 0.7 µs, even from own memory.
 class FifoEnds {
  public:
   // The next __syncthreads() ends it.
@@ -35,8 +36,9 @@ class FifoEnds {
         epoch_(epoch),
         numbers_(numbers),
         block_(static_cast<int>(blockIdx.x)),
-        lane_(static_cast<int>(threadIdx.x)),
-        peer_(lane_ < world.nranks && lane_ != world.rank) {}
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        for_peer_(threadIdx.x < 64 && lane_ < world.nranks && lane_ != world.rank),
+        peer_(for_peer_ && threadIdx.x < 32) {}
 
   // Where this call's message of a number, from 0, lies at peer q, and the peer's here.
   __device__ unsigned char* slot_there(int q, u32 number) const {
@@ -46,10 +48,22 @@ class FifoEnds {
     return slot_of(world_, world_.rank, q, block_, numbers_.received[q] + number);
   }
 
+  // Is there room for a message to the thread's peer? Waits for it; false if the rank gave up.
+  __device__ bool has_room() const {
+    if (!for_peer_ || peer_) return true;
+    const u32 number = numbers_.sent[lane_] + sent_;
+    const u32* released = &fifo_of(world_, world_.rank, lane_, block_).released;
+    const Waiting what{Phase::slot, lane_, block_, -1, -1, epoch_, number};
+    return wait_until(world_, what, [&](u64& seen) {
+      seen = load_acquire(released);
+      return number - u32(seen) < u32(kDepth);  // counters may wrap
+    });
+  }
+
   // Waits for room at the thread's peer, and for its next message, if it shall. (All threads of the
   // block; false on all if the rank gave up.)
   __device__ bool wait(bool room, bool message) {
-    bool failed = false;
+    bool failed = room && !has_room();
     if (peer_ && message) {
       const u32 number = numbers_.received[lane_] + received_;
       const u32* filled = &fifo_of(world_, world_.rank, lane_, block_).filled[number % kDepth];
@@ -57,15 +71,6 @@ class FifoEnds {
       failed = !wait_until(world_, what, [&](u64& seen) {
         seen = load_acquire(filled);
         return u32(seen) == number + 1;
-      });
-    }
-    if (peer_ && room && !failed) {
-      const u32 number = numbers_.sent[lane_] + sent_;
-      const u32* released = &fifo_of(world_, world_.rank, lane_, block_).released;
-      const Waiting what{Phase::slot, lane_, block_, -1, -1, epoch_, number};
-      failed = !wait_until(world_, what, [&](u64& seen) {
-        seen = load_acquire(released);
-        return number - u32(seen) < u32(kDepth);  // counters may wrap
       });
     }
     return __syncthreads_or(failed) == 0;
@@ -92,7 +97,7 @@ class FifoEnds {
   u64 epoch_;
   FifoNumbers& numbers_;
   int block_, lane_;
-  bool peer_;
+  bool for_peer_, peer_;  // one of the two threads for peer lane_; that which speaks with it
   u32 sent_ = 0, received_ = 0;  // messages of this call, to and from the thread's peer
 };
 

@@ -115,7 +115,7 @@ class Strand {
         strand_(blockIdx.x),
         channel_(blockIdx.x % max(1, call.channels)),
         lane_(blockIdx.x / max(1, call.channels)),
-        reduce_(reduce_job_of(call.arithmetic.reducer)),
+        reduce_(reduce_job_of<kThreads>(call.arithmetic.reducer)),
         steps_(call.steps + call.channel[channel_].first_step),
         pieces_(call.pieces + call.channel[channel_].first_piece) {}
 
@@ -171,7 +171,7 @@ class Strand {
       if (job.leave) return false;
       if (job.bytes != 0 && job.ndst != 0) {
         if (job.nsrc == 1 && job.scaled == 0 && job.divisor == 1) {
-          copy_job(job);
+          copy_job<kThreads>(job);
         } else {
           reduce_(job, call_.arithmetic);
         }

@@ -23,15 +23,15 @@ int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* 
 
 // Lazily, a kernel would be loaded at its first launch, which can wait for the whole GPU: for the
 // kernel of another rank, that is, which waits for this one.
-int load_kernels(int* resident) {
+int load_kernels(int* strands, int* one_shot) {
   cudaFuncAttributes attributes;
   int error = cudaFuncGetAttributes(&attributes, probe_kernel);
-  *resident = 1 << 10;
-  for (const auto residency :
-       {plan_residency, one_shot_residency, two_shot_residency, exchange_residency}) {
+  if (error == cudaSuccess) error = one_shot_residency(one_shot);
+  *strands = *one_shot;
+  for (const auto residency : {plan_residency, two_shot_residency, exchange_residency}) {
     int own = 0;
     if (error == cudaSuccess) error = residency(&own);
-    *resident = min(*resident, own);
+    *strands = min(*strands, own);
   }
   return error;
 }

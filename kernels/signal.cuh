@@ -187,13 +187,14 @@ __device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64
   return true;
 }
 
-// All blocks wait until all ranks are in this call; false if a rank is in another one. `told` is
-// what rank q is told of this call, `expected` what it should say.
+// All blocks wait until all ranks are in this call; false if a rank is in another one, or if any
+// thread has failed before. `told` is what rank q is told of this call, `expected` what it should
+// say.
 template <class Told, class Expected>
 __device__ inline bool agree(const DeviceWorld& world, const Entry& entry, Told told,
-                             Expected expected) {
+                             Expected expected, bool failed = false) {
   const u64 epoch = entry.epoch;
-  bool failed = has_left(world, entry);
+  failed = has_left(world, entry) || failed;
   const int q = static_cast<int>(threadIdx.x);
   if (q < world.nranks && q != world.rank && !failed) {
     if (blockIdx.x == 0) announce(world, told(q), epoch, q);
@@ -207,9 +208,10 @@ __device__ inline bool agree(const DeviceWorld& world, const Entry& entry, Told 
   }
   return __syncthreads_or(failed) == 0;
 }
-__device__ inline bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry) {
+__device__ inline bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry,
+                             bool failed = false) {
   const auto same = [&](int) { return head; };
-  return agree(world, entry, same, same);
+  return agree(world, entry, same, same, failed);
 }
 
 // All threads of all blocks call this last. The last block advances the epoch: calls of one rank

@@ -1,13 +1,14 @@
-"""Which algorithm serves a call on device arrays; measured with bench/gpu_all_reduce.py."""
+"""Which algorithm serves a call on device arrays; measured with bench/gpu_collectives.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 # all_reduce in one step, up to these sizes: in packets, which are the fastest for the smallest but
 # send twice the bytes, then in lines. Both send everything to everybody. For three and four ranks
 # the limits were measured on 4 H100; for more, the bytes that cross each link are kept alike.
-_PACKETS = {2: 128 << 10, 4: 64 << 10, 8: 32 << 10}
+_PACKETS = {2: 256 << 10, 4: 64 << 10, 8: 32 << 10}
 _LINES = {2: 2 << 20, 4: 512 << 10, 8: 128 << 10}
 # all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
 # has them written above (links carry more writes than reads).
@@ -20,6 +21,7 @@ _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
 _ROOT_SENDS_ALL = 256 << 10
 
 
+@lru_cache(1024)
 def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
     """The name of the algorithm; "" for a barrier, which needs none."""
     if collective == "barrier":
@@ -38,11 +40,13 @@ class Launch:
     """How a kernel made by hand does a call.
 
     blocks  thread blocks at most; 0: all that the communicator may take
+    chunk   bytes of a message of direct_two_shot; 0: as much as a slot takes
     lines   direct_one_shot in lines of 128 bytes, not in packets of 16
     pull    direct_two_shot on symmetric buffers reads the peers' contributions
     """
 
     blocks: int = 0
+    chunk: int = 0
     lines: bool = False
     pull: bool = False
 
@@ -50,6 +54,7 @@ class Launch:
 _PLAIN = Launch()
 
 
+@lru_cache(1024)
 def device_launch(algorithm: str, nbytes: int, nranks: int) -> Launch:
     """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own."""
     if algorithm == "direct_one_shot":

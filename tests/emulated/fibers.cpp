@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kStack = 256 << 10;  // address space; pages come when they are used
 constexpr int kWarp = 32;
-// Turns of a whole block in which all its fibers only polled, before it gives the core away, and
+// Turns of a whole block in which fibers polled and none ended, before it gives the core away, and
 // before it sleeps.
 constexpr int kFruitlessYield = 1, kFruitlessSleep = 64;
 
@@ -68,16 +68,18 @@ class Runner {
       random_ = random_ * 6364136223846793005u + 1442695040888963407u;
       const unsigned first = static_cast<unsigned>(random_ >> 33) % n;
       const bool backwards = (random_ >> 32 & 1) != 0;
-      bool fruit = false;
+      bool polled = false, ended = false;
       for (unsigned k = 0; k < n; ++k) {
         Fiber& f = fibers_[(first + (backwards ? n - k : k)) % n];
         if (f.done || (f.waits_for != nullptr && *f.waits_for == f.generation)) continue;
         f.waits_for = nullptr;
         f.polls = false;
         turn(f);
-        fruit = fruit || !f.polls;
+        polled = polled || f.polls;
+        ended = ended || f.done;
       }
-      fruitless = fruit ? 0 : fruitless + 1;
+      // (Threads that poll together meet between two polls.)
+      fruitless = polled && !ended ? fruitless + 1 : 0;
       if (fruitless >= kFruitlessSleep) {
         const timespec pause{0, 20'000};
         nanosleep(&pause, nullptr);

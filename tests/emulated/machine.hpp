@@ -3,6 +3,7 @@
 
 namespace collectives::device {
 
-inline constexpr int kThreads = 64;  // of a block
+inline constexpr int kThreads = 64;       // of a block
+inline constexpr int kWideThreads = 128;  // of a block that copies much
 
 }  // namespace collectives::device

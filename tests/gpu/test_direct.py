@@ -27,7 +27,11 @@ from on_device import OnDevice, run_on, some  # noqa: E402
 
 PLACE = list(range(GPUS))
 ONE_SHOT = {"packets": Launch(), "lines": Launch(lines=True), "few": Launch(lines=True, blocks=1)}
-TWO_SHOT = {"push": Launch(), "pull": Launch(pull=True), "few": Launch(pull=True, blocks=1)}
+TWO_SHOT = {
+    "push": Launch(chunk=4096),
+    "pull": Launch(pull=True),
+    "few": Launch(pull=True, blocks=1),
+}
 COUNTS = (1, 3, 14, 15, 16, 17, 30, 31, 257, 1000, 4099, 20011)
 
 
@@ -180,23 +184,27 @@ def test_hurried(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         rng = np.random.default_rng(comm.rank)
         size = 900 if algorithm == "direct_one_shot" else count
         pattern = np.arange(size) % 97
-        inputs = [(pattern * (i + 1) + comm.rank).astype(np.float32) for i in range(calls)]
-        outputs = [np.zeros(size, np.float32) for _ in range(calls)]
-        memory = cupy.cuda.MemoryPointer(comm.memory.mem, 0)
-        x = cupy.ndarray((size,), cupy.float32, memory)
+        # All on the GPU before the first call: a copy from the host could wait for other ranks.
+        x, inputs, outputs = (
+            cupy.ndarray((lines * size,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at))
+            for lines, at in ((1, 0), (calls, 1 << 20), (calls, 16 << 20))
+        )
+        data = [(pattern * (i + 1) + comm.rank).astype(np.float32) for i in range(calls)]
+        host = np.concatenate(data)
+        comm.copy(inputs.data.ptr, host.ctypes.data, host.nbytes, 1)
         comm.comm.barrier()
-        stream = comm.stream.ptr
+        nbytes, copy = size * 4, cupy.cuda.runtime.memcpyAsync
         with comm.stream:
             for i in range(calls):
                 if rng.random() < 0.2:
                     time.sleep(0.005)
-                copy = cupy.cuda.runtime.memcpyAsync
-                copy(x.data.ptr, inputs[i].ctypes.data, inputs[i].nbytes, 1, stream)
+                copy(x.data.ptr, inputs.data.ptr + i * nbytes, nbytes, 3, comm.stream.ptr)
                 comm.comm.all_reduce(x, algorithm=algorithm)
-                copy(outputs[i].ctypes.data, x.data.ptr, outputs[i].nbytes, 2, stream)
+                copy(outputs.data.ptr + i * nbytes, x.data.ptr, nbytes, 3, comm.stream.ptr)
         comm.finish()
-        for i in range(calls):
-            assert (outputs[i] == pattern * (i + 1) * n + n * (n - 1) // 2).all(), i
+        comm.copy(host.ctypes.data, outputs.data.ptr, host.nbytes, 2)
+        for i, got in enumerate(host.reshape(calls, size)):
+            assert (got == pattern * (i + 1) * n + n * (n - 1) // 2).all(), i
         return 1
 
     assert run_on(n, PLACE, body, symmetric, timeout=20) == [1] * n
