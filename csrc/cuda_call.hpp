@@ -20,7 +20,7 @@ using u64 = unsigned long long;
 static_assert(sizeof(u64) == 8);
 
 inline constexpr int kMaxRanks = 16;
-inline constexpr int kMaxStrands = 64;  // FIFOs from one rank to another: channels x lanes
+inline constexpr int kMaxStrands = 128;  // FIFOs from one rank to another: channels x lanes
 inline constexpr int kMaxChannels = 16;
 inline constexpr int kDepth = 4;  // slots of a FIFO; programs are lowered for it
 

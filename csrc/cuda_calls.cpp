@@ -194,7 +194,8 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
   head.count = last_signature.count;
   head.hash = static_cast<u32>(hash ^ hash >> 32);
   u64 algorithm = 0;
-  for (const char c : std::string{last_signature.algorithm}) algorithm = algorithm * 31 + static_cast<unsigned char>(c);
+  for (const char c : std::string{last_signature.algorithm})
+    algorithm = algorithm * 31 + static_cast<unsigned char>(c);
   head.signature_word =
       static_cast<u64>(last_signature.collective) | static_cast<u64>(last_signature.dtype) << 8 |
       static_cast<u64>(last_signature.op) << 16 | static_cast<u64>(last_signature.order) << 24 |

@@ -92,13 +92,13 @@ void DeviceCommunicator::Impl::check(bool before_call) {
   throw Error(why == Leave::peer_died ? ErrorKind::peer_died : ErrorKind::aborted, abort_reason);
 }
 
-// Called by the watch's thread. Kernels that wait for the dead rank leave, and so do those that wait
-// for them.
+// Called by the watch's thread. Kernels that wait for the dead rank leave, and so do those that
+// wait for them.
 void DeviceCommunicator::Impl::died(int rank, pid_t process) {
   std::lock_guard lock(reason_mutex);
   if (control == nullptr || !abort_reason.empty()) return;
-  abort_reason =
-      "the process of rank " + std::to_string(rank) + " (pid " + std::to_string(process) + ") ended";
+  abort_reason = "the process of rank " + std::to_string(rank) + " (pid " +
+                 std::to_string(process) + ") ended";
   *static_cast<volatile u32*>(&control->abort) = static_cast<u32>(Leave::peer_died);
 }
 

@@ -24,9 +24,7 @@ bool is_two_shot(Collective c) {
 const unsigned char* input_of(const Call& call) {
   return reinterpret_cast<const unsigned char*>(call.input);
 }
-unsigned char* output_of(const Call& call) {
-  return reinterpret_cast<unsigned char*>(call.output);
-}
+unsigned char* output_of(const Call& call) { return reinterpret_cast<unsigned char*>(call.output); }
 
 }  // namespace
 
@@ -153,8 +151,7 @@ void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const
     longest = each;
   } else {
     const Blocks& blocks_of = c.output_is_share ? call.in : call.out;
-    for (int q = 0; q < n; ++q)
-      c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};
+    for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};
     longest = blocks_of.longest(n) * e;
   }
   const int most = options.blocks > 0 ? std::min(options.blocks, blocks) : blocks;

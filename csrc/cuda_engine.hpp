@@ -74,9 +74,9 @@ struct DeviceCommunicator::Impl {
   void leave_mark(cudaStream_t stream);
   device::DirectPath direct_path(const Call& call, const DeviceOptions& options) const;
   // False if there is none.
-  bool launch_direct(const device::DirectPath& path, const Call& call,
-                     const DeviceOptions& options, const device::CallHead& head,
-                     const device::Arithmetic& arithmetic, cudaStream_t stream);
+  bool launch_direct(const device::DirectPath& path, const Call& call, const DeviceOptions& options,
+                     const device::CallHead& head, const device::Arithmetic& arithmetic,
+                     cudaStream_t stream);
   void launch_share_kernel(const device::DirectPath& path, const Call& call,
                            const DeviceOptions& options, const device::CallHead& head,
                            const device::Arithmetic& arithmetic, cudaStream_t stream);
@@ -86,8 +86,8 @@ struct DeviceCommunicator::Impl {
                       const device::Arithmetic& arithmetic, cudaStream_t stream);
 
   DeviceConfig config;
-  int blocks = 0;    // of kernels whose blocks speak with their like on all ranks
-  int one_shot_blocks = 0;  // of one-shot kernels: as many as run at a time
+  int blocks = 0;            // of kernels whose blocks speak with their like on all ranks
+  int one_shot_blocks = 0;   // of one-shot kernels: as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
   cudaStream_t stream = nullptr;  // private: set-up only
   cudaEvent_t last_event = nullptr;

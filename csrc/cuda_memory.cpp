@@ -45,10 +45,10 @@ WhileCapturing::~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_);
 
 Geometry make_geometry(int nranks, int strands) {
   // Slots: large enough that a message's signals (about 3 µs) are small beside its bytes.
-  const u32 slot = nranks <= 2   ? 128 << 10
-                   : nranks <= 4 ? 64 << 10
-                   : nranks <= 8 ? 32 << 10
-                                 : 16 << 10;
+  const u32 slot = nranks <= 2   ? 64 << 10
+                   : nranks <= 4 ? 32 << 10
+                   : nranks <= 8 ? 16 << 10
+                                 : 8 << 10;
   // One-shot kernels send everything to everybody: what is worth it (tuning/device.py), and a rest
   // for those who want to measure.
   const u32 packets = nranks <= 2 ? 512 << 10 : 256 << 10;

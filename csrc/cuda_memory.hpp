@@ -72,8 +72,8 @@ class Arenas {
   void allocate(u64 bytes, cudaStream_t stream);
   void map(const std::vector<std::string>& handles);
   unsigned char* const* all() const { return arena_.data(); }
-  // After map(): do all peers sit on this GPU or behind NVLink? (Of the links between GPUs, it alone
-  // does atomics.)
+  // After map(): do all peers sit on this GPU or behind NVLink? (Of the links between GPUs, it
+  // alone does atomics.)
   bool all_by_nvlink() const { return by_nvlink_; }
   // After map(): the process of a rank.
   pid_t process(int rank) const { return process_[rank]; }

@@ -38,10 +38,10 @@ struct DeviceOptions {
   Order order = Order::any;
   double factor[2] = {1, 0};  // premul_sum
   // How, where an algorithm has a kernel made by hand (equal on all ranks):
-  int blocks = 0;      // at most; 0: as many as there are
+  int blocks = 0;           // at most; 0: as many as there are
   std::uint64_t chunk = 0;  // of direct_two_shot: bytes of a message; 0: as much as a slot takes
-  bool lines = false;  // direct_one_shot in lines of 128 bytes, where links keep them whole
-  bool pull = false;   // direct_two_shot on symmetric buffers: read the peers' contributions
+  bool lines = false;       // direct_one_shot in lines of 128 bytes, where links keep them whole
+  bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
 };
 
 class DeviceCommunicator {

@@ -251,20 +251,16 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(const __grid_constant__
 
 using Kernel = void (*)(OneShotCall);
 
-using Sum32 = Accumulator<Float32Format, SumOp>;
-using SumB16 = Accumulator<Bfloat16Format, SumOp>;
-using Sum16 = Accumulator<Float16Format, SumOp>;
-
 Kernel kernel_of(const OneShotCall& call) {
   const bool lines = call.lines;
   if (call.arithmetic.reducer.op == static_cast<u32>(Combine::sum)) {
     switch (static_cast<Format>(call.arithmetic.reducer.format)) {
       case Format::float32:
-        return lines ? lines_kernel<Sum32> : packets_kernel<Sum32>;
+        return lines ? lines_kernel<Float32Sum> : packets_kernel<Float32Sum>;
       case Format::bfloat16:
-        return lines ? lines_kernel<SumB16> : packets_kernel<SumB16>;
+        return lines ? lines_kernel<Bfloat16Sum> : packets_kernel<Bfloat16Sum>;
       case Format::float16:
-        return lines ? lines_kernel<Sum16> : packets_kernel<Sum16>;
+        return lines ? lines_kernel<Float16Sum> : packets_kernel<Float16Sum>;
       default:
         break;
     }
@@ -279,17 +275,11 @@ int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
 }
 
 int one_shot_residency(int* blocks) {
-  const Kernel all[] = {packets_kernel<Sum32>,  lines_kernel<Sum32>, packets_kernel<SumB16>,
-                        lines_kernel<SumB16>,   packets_kernel<Sum16>, lines_kernel<Sum16>,
-                        packets_kernel<void>,   lines_kernel<void>};
-  *blocks = 1 << 10;
-  for (const Kernel kernel : all) {
-    int own = 0;
-    const int error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&own, kernel, kThreads, 0);
-    if (error != cudaSuccess) return error;
-    *blocks = min(*blocks, own);
-  }
-  return cudaSuccess;
+  return residency_of<OneShotCall>(
+      {packets_kernel<Float32Sum>, packets_kernel<Bfloat16Sum>, packets_kernel<Float16Sum>,
+       packets_kernel<void>, lines_kernel<Float32Sum>, lines_kernel<Bfloat16Sum>,
+       lines_kernel<Float16Sum>, lines_kernel<void>},
+      blocks);
 }
 
 }  // namespace collectives::device

@@ -4,7 +4,8 @@
 //   gather    each rank gets the others' copies of its share: they push them into its FIFOs, or it
 //             pulls them out of their arrays (symmetric ones)
 //   combine   in rank order, rounded once: to its own output, and
-//   spread    into all peers' FIFOs, from where they copy it; or right into their arrays (symmetric)
+//   spread    into all peers' FIFOs, from where they copy it; or right into their arrays
+//   (symmetric)
 //
 // reduce_scatter has no spread, all_gather no gather. A share is cut over the blocks, and what a
 // block has over chunks of a FIFO's slot; they are pushed ahead of what is combined:
@@ -32,6 +33,8 @@ struct Shared {
   FifoNumbers numbers;
 };
 
+// Made for each of the accumulators whose speed counts, and once for any other (void).
+template <class A>
 class TwoShot : public FifoEnds {
  public:
   __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
@@ -40,10 +43,13 @@ class TwoShot : public FifoEnds {
         shared_(shared),
         pushes_(call.gather == Gather::push),
         spreads_(call.spread == Spread::push),
-        reduce_(call.gather == Gather::none ? nullptr : reduce_job_of<kWideThreads>(call.arithmetic.reducer)) {}
+        reduce_(nullptr) {
+    if constexpr (__is_same(A, void))
+      if (call.gather != Gather::none) reduce_ = reduce_job_of(call.arithmetic.reducer);
+  }
 
   __device__ bool run(const Entry& entry) {
-    if (threadIdx.x == kWideThreads - 1) prepare(0);
+    if (threadIdx.x == kThreads - 1) prepare(0);
     if (pushes_ && !(push(0) && push(1))) return false;
     // Room for the last message, where it is the only one.
     const bool alone = !pushes_ && !spreads_;
@@ -84,7 +90,7 @@ class TwoShot : public FifoEnds {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + k) % world_.nranks;
       const Span s = span(q, c);
-      copy_bytes<kWideThreads>(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
+      copy_bytes(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
     }
     tell(true, false);
     return true;
@@ -93,14 +99,16 @@ class TwoShot : public FifoEnds {
   // This rank's share: all contributions, in rank order.
   __device__ bool combine(u32 c) {
     // The next one's job, by a thread of another warp than those that wait.
-    if (threadIdx.x == kWideThreads - 1 && c + 1 < call_.chunks) prepare(c + 1);
+    if (threadIdx.x == kThreads - 1 && c + 1 < call_.chunks) prepare(c + 1);
     if ((spreads_ || pushes_) && !wait(spreads_, pushes_)) return false;
     const Job& job = shared_.combine[c & 1];
     if (job.bytes != 0 && job.ndst != 0) {
       if (call_.gather == Gather::none) {
-        copy_job<kWideThreads>(job);
-      } else {
+        copy_job(job);
+      } else if constexpr (__is_same(A, void)) {
         reduce_(job, call_.arithmetic);
+      } else {
+        reduce<A>(job, call_.arithmetic);
       }
     }
     tell(spreads_, pushes_);
@@ -143,7 +151,7 @@ class TwoShot : public FifoEnds {
     for (int k = 1; k < world_.nranks; ++k) {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       const Span s = span(q, c);
-      copy_bytes<kWideThreads>(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
+      copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
     }
     tell(false, true);
     return true;
@@ -163,24 +171,45 @@ class TwoShot : public FifoEnds {
   ReduceJob reduce_;
 };
 
-__global__ void __launch_bounds__(kWideThreads)
+template <class A>
+__global__ void __launch_bounds__(kThreads, 1)
     two_shot_kernel(const __grid_constant__ TwoShotCall call) {
   __shared__ Shared shared;
   const Entry entry = enter(call.world);
-  TwoShot strand(call, entry.epoch, shared);
+  TwoShot<A> strand(call, entry.epoch, shared);
   strand.load();
   if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run(entry)) strand.keep();
   finish_call(call.world, entry.epoch);
 }
 
+using Kernel = void (*)(TwoShotCall);
+
+Kernel kernel_of(const TwoShotCall& call) {
+  if (call.arithmetic.reducer.op == static_cast<u32>(Combine::sum)) {
+    switch (static_cast<Format>(call.arithmetic.reducer.format)) {
+      case Format::float32:
+        return two_shot_kernel<Float32Sum>;
+      case Format::bfloat16:
+        return two_shot_kernel<Bfloat16Sum>;
+      case Format::float16:
+        return two_shot_kernel<Float16Sum>;
+      default:
+        break;
+    }
+  }
+  return two_shot_kernel<void>;
+}
+
 }  // namespace
 
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
-  return launch(two_shot_kernel, {blocks, kWideThreads}, stream, call);
+  return launch(kernel_of(call), {blocks, kThreads}, stream, call);
 }
 
 int two_shot_residency(int* blocks) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, two_shot_kernel, kWideThreads, 0);
+  return residency_of<TwoShotCall>({two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>,
+                                    two_shot_kernel<Float16Sum>, two_shot_kernel<void>},
+                                   blocks);
 }
 
 }  // namespace collectives::device

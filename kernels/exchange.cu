@@ -30,9 +30,9 @@ class Exchange : public FifoEnds {
       pair.hash ^= static_cast<u32>(shares[q].bytes * 0x9e3779b97f4a7c15ull >> 32);
       return pair;
     };
-    const bool agreed =
-        agree(world_, entry, [&](int q) { return head(call_.send, q); },
-              [&](int q) { return head(call_.receive, q); });
+    const bool agreed = agree(
+        world_, entry, [&](int q) { return head(call_.send, q); },
+        [&](int q) { return head(call_.receive, q); });
     if (!agreed) return false;
     const int rank = world_.rank;
     const u64 own = call_.send[rank].bytes;
@@ -41,7 +41,7 @@ class Exchange : public FifoEnds {
       const Span s = span(own, c);
       const unsigned char* const from = call_.input + call_.send[rank].begin + s.begin;
       unsigned char* const to = call_.output + call_.receive[rank].begin + s.begin;
-      if (from != to) copy_bytes<kWideThreads>(to, from, s.bytes);
+      if (from != to) copy_bytes(to, from, s.bytes);
     }
     return true;
   }
@@ -57,7 +57,9 @@ class Exchange : public FifoEnds {
     const u64 begin = min(to, from + u64(c) * call_.chunk_bytes);
     return {begin, min(to - begin, call_.chunk_bytes)};
   }
-  __device__ u64 part(u64 all) const { return ((all + gridDim.x - 1) / gridDim.x + 127) / 128 * 128; }
+  __device__ u64 part(u64 all) const {
+    return ((all + gridDim.x - 1) / gridDim.x + 127) / 128 * 128;
+  }
   // Both ranks of a pair, and all blocks of both, count the same messages.
   __device__ bool has(const Share* shares, int q, u32 c) const {
     return u64(c) * call_.chunk_bytes < part(shares[q].bytes);
@@ -70,7 +72,7 @@ class Exchange : public FifoEnds {
       const int q = (world_.rank + k) % world_.nranks;
       if (!has(call_.send, q, c)) continue;
       const Span s = span(call_.send[q].bytes, c);
-      copy_bytes<kWideThreads>(slot_there(q, c), call_.input + call_.send[q].begin + s.begin, s.bytes);
+      copy_bytes(slot_there(q, c), call_.input + call_.send[q].begin + s.begin, s.bytes);
     }
     tell(mine, false);
     return true;
@@ -82,7 +84,7 @@ class Exchange : public FifoEnds {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       if (!has(call_.receive, q, c)) continue;
       const Span s = span(call_.receive[q].bytes, c);
-      copy_bytes<kWideThreads>(call_.output + call_.receive[q].begin + s.begin, slot_here(q, c), s.bytes);
+      copy_bytes(call_.output + call_.receive[q].begin + s.begin, slot_here(q, c), s.bytes);
     }
     tell(false, theirs);
     return true;
@@ -91,7 +93,7 @@ class Exchange : public FifoEnds {
   const ExchangeCall& call_;
 };
 
-__global__ void __launch_bounds__(kWideThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeCall call) {
   __shared__ FifoNumbers numbers;
   const Entry entry = enter(call.world);
@@ -104,11 +106,11 @@ __global__ void __launch_bounds__(kWideThreads)
 }  // namespace
 
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream) {
-  return launch(exchange_kernel, {blocks, kWideThreads}, stream, call);
+  return launch(exchange_kernel, {blocks, kThreads}, stream, call);
 }
 
 int exchange_residency(int* blocks) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, exchange_kernel, kWideThreads, 0);
+  return residency_of<ExchangeCall>({exchange_kernel}, blocks);
 }
 
 }  // namespace collectives::device

@@ -97,7 +97,7 @@ class FifoEnds {
   u64 epoch_;
   FifoNumbers& numbers_;
   int block_, lane_;
-  bool for_peer_, peer_;  // one of the two threads for peer lane_; that which speaks with it
+  bool for_peer_, peer_;         // one of the two threads for peer lane_; that which speaks with it
   u32 sent_ = 0, received_ = 0;  // messages of this call, to and from the thread's peer
 };
 

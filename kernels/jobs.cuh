@@ -1,4 +1,4 @@
-// Work on memory that a whole block of kWidth threads does: copies and combinations, aligned or not.
+// Work on memory that a whole block does: copies and combinations, aligned or not.
 #pragma once
 
 #include "packs.cuh"
@@ -22,7 +22,7 @@ __device__ void finish_value(A& value, const Job& job) {
 }
 
 // Units are computed in the order of memory; a pack is two units of 8 bytes or one of 16.
-template <class A, int kPacks, int kWidth>
+template <class A, int kPacks>
 __device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
   using Unit = typename A::Unit;
   constexpr int kUnits = 16 / sizeof(Unit);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
   const auto load = [&](int source, ulonglong2* raw) {
     const ulonglong2* from = reinterpret_cast<const ulonglong2*>(job.src[source]);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) raw[k] = __ldcg(from + at + k * kWidth);
+    for (int k = 0; k < kPacks; ++k) raw[k] = __ldcg(from + at + k * kThreads);
   };
   A value[kPacks][kUnits];
   const auto add = [&](const ulonglong2* raw) {
@@ -71,13 +71,13 @@ __device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
       pack.unit[u] = value[k][u].store();
     }
     for (int d = 0; d < job.ndst; ++d)
-      reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kWidth] =
+      reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kThreads] =
           *reinterpret_cast<const ulonglong2*>(&pack);
   }
 }
 
-template <class A, int kWidth>
-__device__ __noinline__ void reduce_job(const Job& job, const Arithmetic& arithmetic) {
+template <class A>
+__device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithmetic) {
   using F = typename A::FormatType;
   // More packs in flight for the sums that are hot. (Each instance costs seconds to compile.)
   constexpr int kPacks = A::kSum && !F::kComplex && F::kParts <= 4 ? (F::kParts == 4 ? 2 : 4) : 1;
@@ -86,12 +86,12 @@ __device__ __noinline__ void reduce_job(const Job& job, const Arithmetic& arithm
   for (int d = 0; d < job.ndst; ++d) aligned = aligned && aligned_to(job.dst[d], 16);
   const u64 packs = aligned ? job.bytes / 16 : 0;
   u64 at = threadIdx.x;
-  for (; at + (kPacks - 1) * kWidth < packs; at += kPacks * kWidth)
-    reduce_packs<A, kPacks, kWidth>(job, at);
+  for (; at + (kPacks - 1) * kThreads < packs; at += kPacks * kThreads)
+    reduce_packs<A, kPacks>(job, at);
   if constexpr (kPacks > 1)
-    for (; at < packs; at += kWidth) reduce_packs<A, 1, kWidth>(job, at);
+    for (; at < packs; at += kThreads) reduce_packs<A, 1>(job, at);
   // The rest, or all if something is not aligned.
-  for (u64 i = packs * 16 + threadIdx.x * F::kElement; i < job.bytes; i += kWidth * F::kElement) {
+  for (u64 i = packs * 16 + threadIdx.x * F::kElement; i < job.bytes; i += kThreads * F::kElement) {
     A value;
     for (int s = 0; s < job.nsrc; ++s) {
       A operand;
@@ -109,6 +109,11 @@ __device__ __noinline__ void reduce_job(const Job& job, const Arithmetic& arithm
   }
 }
 
+template <class A>
+__device__ __noinline__ void reduce_job(const Job& job, const Arithmetic& arithmetic) {
+  reduce<A>(job, arithmetic);
+}
+
 struct Copy {
   const unsigned char* src;
   unsigned char* const* dst;
@@ -116,57 +121,54 @@ struct Copy {
   u64 bytes;
 };
 
-template <class T, int kWidth>
+template <class T>
 __device__ __forceinline__ void copy_as(const Copy& c, u64 begin, u64 end) {
   constexpr int kAhead = 8;  // loads in flight
   const T* from = reinterpret_cast<const T*>(c.src);
   u64 at = begin / sizeof(T) + threadIdx.x;
   const u64 last = end / sizeof(T);
-  for (; at + (kAhead - 1) * kWidth < last; at += kAhead * kWidth) {
+  for (; at + (kAhead - 1) * kThreads < last; at += kAhead * kThreads) {
     T raw[kAhead];
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) raw[k] = __ldcg(from + at + k * kWidth);
+    for (int k = 0; k < kAhead; ++k) raw[k] = __ldcg(from + at + k * kThreads);
     for (int d = 0; d < c.ndst; ++d) {
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) reinterpret_cast<T*>(c.dst[d])[at + k * kWidth] = raw[k];
+      for (int k = 0; k < kAhead; ++k) reinterpret_cast<T*>(c.dst[d])[at + k * kThreads] = raw[k];
     }
   }
-  for (; at < last; at += kWidth) {
+  for (; at < last; at += kThreads) {
     const T raw = __ldcg(from + at);
     for (int d = 0; d < c.ndst; ++d) reinterpret_cast<T*>(c.dst[d])[at] = raw;
   }
 }
 
-template <int kWidth>
 __device__ __forceinline__ void copy(const Copy& c) {
   u64 mixed = reinterpret_cast<u64>(c.src);
   for (int d = 0; d < c.ndst; ++d) mixed |= reinterpret_cast<u64>(c.dst[d]);
   u64 done = 0;
   if ((mixed & 15) == 0) {
     done = c.bytes / 16 * 16;
-    copy_as<ulonglong2, kWidth>(c, 0, done);
+    copy_as<ulonglong2>(c, 0, done);
   } else if ((mixed & 3) == 0) {
     done = c.bytes / 4 * 4;
-    copy_as<u32, kWidth>(c, 0, done);
+    copy_as<u32>(c, 0, done);
   }
-  copy_as<unsigned char, kWidth>(c, done, c.bytes);
+  copy_as<unsigned char>(c, done, c.bytes);
 }
-template <int kWidth>
-__device__ __noinline__ void copy_job(const Job& job) {
-  copy<kWidth>({job.src[0], job.dst, job.ndst, job.bytes});
+__device__ __noinline__ inline void copy_job(const Job& job) {
+  copy({job.src[0], job.dst, job.ndst, job.bytes});
 }
-template <int kWidth>
-__device__ __noinline__ void copy_bytes(unsigned char* to, const unsigned char* from, u64 bytes) {
-  copy<kWidth>({from, &to, 1, bytes});
+__device__ __noinline__ inline void copy_bytes(unsigned char* to, const unsigned char* from,
+                                               u64 bytes) {
+  copy({from, &to, 1, bytes});
 }
 
 // What combines for a reducer. Called through a pointer: with a call site for each of the 59
 // functions, each site would get stack slots of its own for what the caller keeps, 4 KB a thread.
 using ReduceJob = void (*)(const Job&, const Arithmetic&);
-template <int kWidth>
 __device__ inline ReduceJob reduce_job_of(const Reducer& reducer) {
   ReduceJob function = nullptr;
-  dispatch(reducer, [&](auto accumulator) { function = &reduce_job<decltype(accumulator), kWidth>; });
+  dispatch(reducer, [&](auto accumulator) { function = &reduce_job<decltype(accumulator)>; });
   return function;
 }
 

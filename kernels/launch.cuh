@@ -3,6 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <initializer_list>
+
+#include "cuda_call.hpp"
+
 namespace collectives::device {
 
 struct Grid {
@@ -19,6 +23,19 @@ int launch(void (*kernel)(Parameters...), Grid grid, void* stream, const Argumen
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   if (error != cudaSuccess) cudaGetLastError();  // the next call must not see it again
   return error;
+}
+
+// Loads kernels, and says how many blocks of each one multiprocessor holds at a time at least.
+template <class Call>
+int residency_of(std::initializer_list<void (*)(Call)> kernels, int* blocks) {
+  *blocks = 1 << 10;
+  for (const auto kernel : kernels) {
+    int own = 0;
+    const int error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&own, kernel, kThreads, 0);
+    if (error != cudaSuccess) return error;
+    *blocks = own < *blocks ? own : *blocks;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace collectives::device

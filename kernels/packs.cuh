@@ -275,6 +275,11 @@ struct Accumulator {
   }
 };
 
+// Those whose speed counts: kernels are made for each.
+using Float32Sum = Accumulator<Float32Format, SumOp>;
+using Bfloat16Sum = Accumulator<Bfloat16Format, SumOp>;
+using Float16Sum = Accumulator<Float16Format, SumOp>;
+
 // Calls f with the Accumulator of a reducer. (An operation that a format lacks is refused before a
 // kernel starts.)
 template <class F, class Function>

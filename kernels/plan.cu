@@ -16,8 +16,8 @@
 // messages go at the speed of the link, with enough strands. Limits: kMaxRanks ranks; all blocks of
 // all ranks must be resident at once (the host sees to that).
 #include "cuda_call.hpp"
-#include "launch.cuh"
 #include "jobs.cuh"
+#include "launch.cuh"
 #include "signal.cuh"
 
 namespace collectives::device {
@@ -115,7 +115,7 @@ class Strand {
         strand_(blockIdx.x),
         channel_(blockIdx.x % max(1, call.channels)),
         lane_(blockIdx.x / max(1, call.channels)),
-        reduce_(reduce_job_of<kThreads>(call.arithmetic.reducer)),
+        reduce_(reduce_job_of(call.arithmetic.reducer)),
         steps_(call.steps + call.channel[channel_].first_step),
         pieces_(call.pieces + call.channel[channel_].first_piece) {}
 
@@ -171,7 +171,7 @@ class Strand {
       if (job.leave) return false;
       if (job.bytes != 0 && job.ndst != 0) {
         if (job.nsrc == 1 && job.scaled == 0 && job.divisor == 1) {
-          copy_job<kThreads>(job);
+          copy_job(job);
         } else {
           reduce_(job, call_.arithmetic);
         }
@@ -309,8 +309,6 @@ int launch_plan(const PlanCall& call, int blocks, void* stream) {
   return launch(plan_kernel, {blocks, kThreads}, stream, call);
 }
 
-int plan_residency(int* blocks) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, plan_kernel, kThreads, 0);
-}
+int plan_residency(int* blocks) { return residency_of<PlanCall>({plan_kernel}, blocks); }
 
 }  // namespace collectives::device

@@ -9,7 +9,7 @@ from functools import lru_cache
 # send twice the bytes, then in lines. Both send everything to everybody. For three and four ranks
 # the limits were measured on 4 H100; for more, the bytes that cross each link are kept alike.
 _PACKETS = {2: 256 << 10, 4: 64 << 10, 8: 32 << 10}
-_LINES = {2: 2 << 20, 4: 512 << 10, 8: 128 << 10}
+_LINES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
 # all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
 # has them written above (links carry more writes than reads).
 _PULL_BELOW = 16 << 20

@@ -3,7 +3,6 @@
 
 namespace collectives::device {
 
-inline constexpr int kThreads = 512;       // of a block
-inline constexpr int kWideThreads = 1024;  // of a block that copies much: for few blocks to fill a link
+inline constexpr int kThreads = 512;  // of a block
 
 }  // namespace collectives::device

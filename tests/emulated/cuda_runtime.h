@@ -131,8 +131,8 @@ struct cudaLaunchConfig_t {
 template <class... Parameters, class... Arguments>
 inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
                                       void (*kernel)(Parameters...), Arguments&&... arguments) {
-  auto copies =
-      std::make_shared<std::tuple<std::decay_t<Parameters>...>>(std::forward<Arguments>(arguments)...);
+  auto copies = std::make_shared<std::tuple<std::decay_t<Parameters>...>>(
+      std::forward<Arguments>(arguments)...);
   return emulated::launch(config->gridDim, config->blockDim, config->stream,
                           [kernel, copies] { std::apply(kernel, *copies); });
 }
@@ -142,8 +142,9 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*
   return cudaSuccess;
 }
 template <class... Parameters>
-inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(Parameters...),
-                                                                 int, std::size_t) {
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,
+                                                                 void (*)(Parameters...), int,
+                                                                 std::size_t) {
   *blocks = emulated::kBlocksOfProcessor;
   return cudaSuccess;
 }

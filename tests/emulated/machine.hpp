@@ -3,7 +3,6 @@
 
 namespace collectives::device {
 
-inline constexpr int kThreads = 64;       // of a block
-inline constexpr int kWideThreads = 128;  // of a block that copies much
+inline constexpr int kThreads = 64;  // of a block
 
 }  // namespace collectives::device

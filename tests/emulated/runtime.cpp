@@ -1,14 +1,14 @@
-// The emulated CUDA runtime: memory that other processes can map, streams, events, graphs, launches.
-// See README.md for what it promises and what it leaves out.
+// The emulated CUDA runtime: memory that other processes can map, streams, events, graphs,
+// launches. See README.md for what it promises and what it leaves out.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <chrono>
 #include <deque>
 #include <functional>
 #include <map>
@@ -245,7 +245,8 @@ void wait_for_device(int device) {
   for (EmulatedStream* one : on_device) one->wait_all();
 }
 
-// ---- memory: a memfd for each allocation, so that processes can map it ---------------------------
+// ---- memory: a memfd for each allocation, so that processes can map it
+// ---------------------------
 
 struct Allocation {
   std::size_t bytes;
@@ -297,7 +298,8 @@ constexpr char kMagic[8] = "EMULATE";
 void zero_pages(char* from, std::size_t bytes) {
   // Gives whole pages back: a large memset to zero then costs nothing.
   char* const begin = reinterpret_cast<char*>(whole_pages(reinterpret_cast<std::size_t>(from)));
-  char* const end = reinterpret_cast<char*>(reinterpret_cast<std::size_t>(from + bytes) / 4096 * 4096);
+  char* const end =
+      reinterpret_cast<char*>(reinterpret_cast<std::size_t>(from + bytes) / 4096 * 4096);
   if (begin >= end || madvise(begin, static_cast<std::size_t>(end - begin), MADV_REMOVE) != 0) {
     std::memset(from, 0, bytes);
     return;
@@ -441,8 +443,8 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
-  void* at = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                  -1, 0);
+  void* at =
+      mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
   const std::lock_guard lock(memory().mutex);
   memory().pinned[static_cast<char*>(at)] = bytes;
@@ -509,8 +511,7 @@ cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsi
   std::memcpy(&ipc, handle.reserved, sizeof ipc);
   if (std::memcmp(ipc.magic, kMagic, sizeof kMagic) != 0 || ipc.pid == getpid())
     return fail(cudaErrorInvalidResourceHandle);
-  const std::string path =
-      "/proc/" + std::to_string(ipc.pid) + "/fd/" + std::to_string(ipc.file);
+  const std::string path = "/proc/" + std::to_string(ipc.pid) + "/fd/" + std::to_string(ipc.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return fail(cudaErrorInvalidResourceHandle);
   return map_file(file, ipc.bytes, true, ipc.device, pointer);
