@@ -134,7 +134,9 @@ class DeviceEngine:
     ) -> None:
         """Puts a call of `nbytes` bytes (alike on all ranks) on a stream."""
         how = device_launch(algorithm, nbytes, self._bootstrap.size)
-        self.core.run(comm, arguments, algorithm, stream, how.blocks, how.chunk, how.lines, how.pull)
+        self.core.run(
+            comm, arguments, algorithm, stream, how.blocks, how.chunk, how.lines, how.pull
+        )
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for all calls so far; False if they have not ended after `timeout` seconds."""

@@ -28,6 +28,7 @@ class _Owner:
 
     def __init__(self, core: _core.DeviceCommunicator, pointer: int, nbytes: int) -> None:
         self._core = core
+        self.pointer, self.nbytes = pointer, nbytes
         self.__cuda_array_interface__ = {
             "version": 3,
             "shape": (nbytes,),
@@ -88,8 +89,7 @@ def _library(kind: str | None) -> str:
 
 def _cupy_array(owner: _Owner, shape: Sequence[int], dtype: str, device: int) -> Any:
     cupy = sys.modules["cupy"]
-    interface = owner.__cuda_array_interface__
-    memory = cupy.cuda.UnownedMemory(interface["data"][0], interface["shape"][0], owner, device)
+    memory = cupy.cuda.UnownedMemory(owner.pointer, owner.nbytes, owner, device)
     return cupy.ndarray(tuple(shape), numpy_dtype(dtype), cupy.cuda.MemoryPointer(memory, 0))
 
 

@@ -27,8 +27,8 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
-        "packets without the second flag", "direct_one_shot.cu",
-        "return p.low_flag == flag && p.high_flag == second;", "return p.low_flag == flag;",
+        "packets with a flag beside one half only", "direct_one_shot.cu",
+        "return p.low_flag == flag && p.high_flag == second;", "return p.high_flag == second;",
         "test_one_shot and packets-3",
     ),
     Mutant(
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages written over those not yet taken", "fifo.cuh",
-        "return number - u32(seen) < u32(kDepth);", "return true;", "test_hurried and two_shot",
+        "return number - u32(seen) < u32(kDepth);", "return true;", "test_one_way",
     ),
     Mutant(
         "a message told before its block has written it", "fifo.cuh",
@@ -57,8 +57,8 @@ MUTANTS = (
     ),
     Mutant(
         "no waiting for ranks that still read or write", "direct_two_shot.cu",
-        "return !(call_.gather == Gather::pull || call_.spread == Spread::write) || part();",
-        "return true;", "test_hurried and symmetric",
+        "return (alone || wait(true, false)) && part();", "return true;",
+        "test_hurried and symmetric",
     ),
     Mutant(
         "calls that do not look at each other's signature", "signal.cuh",

@@ -16,13 +16,15 @@ inline u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAX
 inline void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 
-// Only halves of 8 bytes arrive together, and in any order: the second half goes first.
+// Only halves of 8 bytes arrive together, and in any order: the second half goes first, and others
+// take their turn before the first goes.
 struct Packet {
   u32 low, low_flag, high, high_flag;
 };
 inline void store_packet(Packet* p, u64 data, u32 flag, u32 second) {
   u64* const halves = reinterpret_cast<u64*>(p);
   __atomic_store_n(&halves[1], data >> 32 | u64(second) << 32, __ATOMIC_RELAXED);
+  emulated::poll();
   __atomic_store_n(&halves[0], (data & 0xffffffffu) | u64(flag) << 32, __ATOMIC_RELAXED);
 }
 inline Packet load_packet(const Packet* p) {

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_site(build: Path) -> Path:
-    """`collectives` of the sources, with the core of the build; returns where it can be imported."""
+    """The sources' `collectives` with the core of the build; returns where it can be imported."""
     package = build / "site" / "collectives"
     for source in (ROOT / "collectives").iterdir():
         if source.name.startswith("_core.") and source.suffix == ".so":
@@ -22,9 +22,10 @@ def make_site(build: Path) -> Path:
         link = package / source.name
         if source.name != "__pycache__" and not link.exists():
             link.symlink_to(source)
-    cupy = package.parent / "cupy"
-    if not cupy.exists():
-        cupy.symlink_to(ROOT / "tests" / "emulated" / "cupy")
+    for name in ("cupy", "sitecustomize.py"):
+        link = package.parent / name
+        if not link.exists():
+            link.symlink_to(ROOT / "tests" / "emulated" / name)
     return package.parent
 
 

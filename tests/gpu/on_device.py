@@ -55,9 +55,7 @@ def root_of(array: Array) -> Array:
 class OnDevice:
     """`comm`, but arrays go by way of the GPU `device`; in a symmetric buffer, if they shall."""
 
-    def __init__(
-        self, comm: cc.Communicator, device: int = 0, symmetric: bool = False
-    ) -> None:
+    def __init__(self, comm: cc.Communicator, device: int = 0, symmetric: bool = False) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.device = device
         cupy.cuda.Device(device).use()

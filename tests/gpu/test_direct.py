@@ -114,6 +114,25 @@ def test_exchange(n: int) -> None:
     )  # fmt: skip
 
 
+def test_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that sends much and gets nothing is held back by its receiver alone."""
+    monkeypatch.setattr(engines, "device_launch", lambda *_: Launch(blocks=1))
+    count = 3 << 20
+
+    def body(comm: OnDevice) -> int:
+        sends = [0, count] if comm.rank == 0 else [0, 0]
+        receives = [count, 0] if comm.rank == 1 else [0, 0]
+        x = (np.arange(sum(sends)) % 251).astype(np.uint8)
+        out = np.zeros(sum(receives), np.uint8)
+        for _ in range(3):
+            out[:] = 0
+            comm.all_to_all_v(x, sends, receives, out=out)
+            assert (out == np.arange(out.size) % 251).all()
+        return 1
+
+    assert run_on(2, PLACE, body, timeout=20) == [1, 1]
+
+
 def test_pairs_that_disagree() -> None:
     """Each rank of an all_to_all_v knows its own lengths only; all raise if one pair disagrees."""
 
@@ -186,7 +205,9 @@ def test_hurried(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         pattern = np.arange(size) % 97
         # All on the GPU before the first call: a copy from the host could wait for other ranks.
         x, inputs, outputs = (
-            cupy.ndarray((lines * size,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at))
+            cupy.ndarray(
+                (lines * size,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at)
+            )
             for lines, at in ((1, 0), (calls, 1 << 20), (calls, 16 << 20))
         )
         data = [(pattern * (i + 1) + comm.rank).astype(np.float32) for i in range(calls)]
@@ -270,7 +291,9 @@ def test_symmetric_buffers() -> None:
             c.all_reduce(x[100:900], algorithm="direct_two_shot")
         comm.finish()
         comm.copy(host.ctypes.data, x.data.ptr, host.nbytes, 2)
-        wanted = np.arange(1000) * np.where((np.arange(1000) < 100) | (np.arange(1000) >= 900), 1, 3)
+        wanted = np.arange(1000) * np.where(
+            (np.arange(1000) < 100) | (np.arange(1000) >= 900), 1, 3
+        )
         assert (host == wanted).all()
         c.barrier()
         try:

@@ -11,7 +11,7 @@ from . import cuda
 float32 = np.float32
 
 
-class ndarray:  # noqa: N801, as cupy has it
+class ndarray:
     """An array in emulated device memory."""
 
     def __init__(

@@ -143,9 +143,9 @@ def get_current_stream() -> Stream:
     return found
 
 
-class runtime:  # noqa: N801, as cupy has it
+class runtime:
     @staticmethod
-    def memcpyAsync(to: int, source: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+    def memcpyAsync(to: int, source: int, size: int, kind: int, stream: int) -> None:
         _check(
             _cuda.cudaMemcpyAsync(
                 _pointer(to), _pointer(source), ctypes.c_size_t(size), kind, _pointer(stream)
@@ -158,25 +158,23 @@ class runtime:  # noqa: N801, as cupy has it
         _check(_cuda.cudaStreamSynchronize(None))
 
     @staticmethod
-    def memsetAsync(to: int, value: int, size: int, stream: int) -> None:  # noqa: N802
-        _check(
-            _cuda.cudaMemsetAsync(_pointer(to), value, ctypes.c_size_t(size), _pointer(stream))
-        )
+    def memsetAsync(to: int, value: int, size: int, stream: int) -> None:
+        _check(_cuda.cudaMemsetAsync(_pointer(to), value, ctypes.c_size_t(size), _pointer(stream)))
 
     @staticmethod
-    def getDeviceCount() -> int:  # noqa: N802
+    def getDeviceCount() -> int:
         count = ctypes.c_int()
         _check(_cuda.cudaGetDeviceCount(ctypes.byref(count)))
         return count.value
 
     @staticmethod
-    def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
+    def getDeviceProperties(device: int) -> dict[str, Any]:
         return {"name": f"emulated GPU {device}".encode()}
 
     @staticmethod
-    def driverGetVersion() -> int:  # noqa: N802
+    def driverGetVersion() -> int:
         return 0
 
     @staticmethod
-    def runtimeGetVersion() -> int:  # noqa: N802
+    def runtimeGetVersion() -> int:
         return 0
