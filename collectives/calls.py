@@ -39,6 +39,9 @@ COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
 DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
 OPS = {name: i for i, name in enumerate(_core.ops)}
 # What `_op` answers for ops without a factor, once it was asked.
+# Where a call's arguments to the core have the addresses of its input and output.
+_SOURCE, _TARGET = 4, 5
+
 _PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
 ORDERS = {None: 0, "any": 0, "rank": 1}
 
@@ -280,19 +283,24 @@ class Calls:
         if put_on is not None:
             self._check_stream(put_on, engine, collective)
             stream = put_on.handle
-        if nbytes >= ANY_PAIR:
-            raise UnsupportedError(
-                "all_to_all_v on device arrays is not there yet: pad the blocks and use "
-                "all_to_all, or pass copies on the host"
-            )
         if algorithm is None or algorithm == "auto":
             algorithm = self._device_algorithm(collective, nbytes)
+        if collective == "all_to_all" and algorithm != "direct_two_shot":
+            if nbytes >= ANY_PAIR:
+                raise UnsupportedError(
+                    f"all_to_all_v on device arrays goes by direct_two_shot, not by {algorithm}"
+                )
+            if arguments[_SOURCE] == arguments[_TARGET]:
+                raise ArrayError(
+                    f"all_to_all: on the GPU, {algorithm} needs another array for out than x; "
+                    "direct_two_shot does not"
+                )
         if algorithm:
             self._intern(algorithm, collective, root)
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        engine.run(self._core, arguments, algorithm, stream)
+        engine.run(self._core, arguments, algorithm, stream, nbytes)
 
     def _check_stream(self, stream: Stream, engine: DeviceEngine, collective: str) -> None:
         if stream.ordinal not in (None, engine.device):

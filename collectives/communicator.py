@@ -17,6 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import _core
 from .bootstrap import Bootstrap, detect
 from .calls import integer
 from .config import Settings
@@ -317,25 +318,31 @@ class Communicator(Reductions, Movements, PointToPoint):
         dtype: Any = "float32",
         device: str = "cpu",
         *,
-        kind: str = "numpy",
+        kind: str | None = None,
     ) -> Any:
         """An uninitialised symmetric array: mapped into all ranks of the node, so that collectives
         on it copy nothing. Collective.
 
         shape   equal on all ranks
         dtype   a name, or a numpy, torch, ml_dtypes or jax dtype
-        kind    "numpy" or "torch"
+        device  "cpu"; "cuda": this rank's GPU; or "cuda:N"
+        kind    "numpy" (the default) or "torch"; on a GPU "cupy" or "torch" (by default the one
+                that is imported)
 
-        The memory lives as long as the array; ranks may drop theirs at different times.
+        The memory lives as long as the array; ranks may drop theirs at different times. A part of a
+        symmetric array on GPUs is passed by all ranks alike: the same array, at the same place in
+        it; else MismatchError.
         """
-        if device != "cpu":
-            raise UnsupportedError(
-                f"device {device!r}: this build has symmetric memory on hosts only"
-            )
         self._check_open()
         dims = (shape,) if isinstance(shape, int) else shape
         lengths = tuple(integer(n, "shape") for n in dims)
-        return self._memory.empty(lengths, dtype, kind)
+        if device != "cpu":
+            if device == "cuda":
+                count = _core.device_count()[0]
+                ordinal = self._device.device if self._device else self.local_rank % max(count, 1)
+                device = f"cuda:{ordinal}"
+            return self._engine(device).memory.empty(lengths, dtype, kind)
+        return self._memory.empty(lengths, dtype, kind or "numpy")
 
     def explain(self, collective: str = "all_reduce", *, nbytes: int) -> str:
         """What would run for a call of `nbytes`, why, and what it is expected to take, as text."""

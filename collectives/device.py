@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .bootstrap import Bootstrap, host_key
+from .device_memory import DeviceMemory
 from .errors import (
     AbortedError,
     ArrayError,
@@ -27,6 +28,7 @@ from .errors import (
     PeerDiedError,
     UnsupportedError,
 )
+from .tuning.device import device_launch
 from .work import Work
 
 if TYPE_CHECKING:
@@ -120,8 +122,12 @@ class DeviceEngine:
         handles = [str(a["handle"]) for a in answers]
         self._step("cannot map a peer's memory", lambda: core.open(handles, self.blocks))
         self._step("cannot write to a peer's memory", core.probe_write)
-        self._agree("failed the self-test of peer access", core.probe_check())
+        answers = self._agree(
+            "failed the self-test of peer access", core.probe_check(), lines=core.keeps_lines()
+        )
+        core.use_lines(all(a["lines"] for a in answers))
         self._step("did not meet the others", core.meet)
+        self.memory = DeviceMemory(self)
 
     def _agree(self, what: str, why: str, **more: Any) -> list[dict[str, Any]]:
         """What all ranks say; raises on all of them if one says why it cannot go on."""
@@ -146,12 +152,26 @@ class DeviceEngine:
             self.core.define(algorithm, schedule)
             self._defined.add((algorithm, collective, root))
 
-    def run(self, comm: Core, arguments: tuple[Any, ...], algorithm: str, stream: int) -> None:
-        """Puts a call on `stream`. Raises what a peer told on the host, after ending the kernels
-        that wait for it.
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What all ranks say. Collective, on the host."""
+        return self._bootstrap.all_gather(mine)
+
+    def run(
+        self,
+        comm: Core,
+        arguments: tuple[Any, ...],
+        algorithm: str,
+        stream: int,
+        nbytes: int = 0,
+    ) -> None:
+        """Puts a call of `nbytes` bytes (alike on all ranks) on a stream. Raises what a peer told on
+        the host, after ending the kernels that wait for it.
         """
+        how = device_launch(algorithm, nbytes, self._bootstrap.size)
         try:
-            self.core.run(comm, arguments, algorithm, stream)
+            self.core.run(
+                comm, arguments, algorithm, stream, how.blocks, how.chunk, how.lines, how.pull
+            )
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.core.abort(str(error))
             raise

@@ -587,26 +587,38 @@ PYBIND11_MODULE(_core, m) {
       .def("probe_check", &DeviceCommunicator::probe_check, Unlocked())
       .def("meet", &DeviceCommunicator::meet, Unlocked())
       .def("define", &DeviceCommunicator::define)
-      .def_property_readonly("one_shot_max", &DeviceCommunicator::one_shot_max)
+      .def("keeps_lines", &DeviceCommunicator::keeps_lines)
+      .def("use_lines", &DeviceCommunicator::use_lines)
+      .def("make_segment", &DeviceCommunicator::make_segment, Unlocked())
+      .def("open_segment", &DeviceCommunicator::open_segment, Unlocked())
+      .def("release_segment", &DeviceCommunicator::release_segment, Unlocked())
       // `arguments`: what Communicator's own calls take; its algorithm is named apart.
-      .def("run",
-           [](DeviceCommunicator& device, Communicator& comm, const py::tuple& arguments,
-              const std::string& algorithm, std::uintptr_t stream) {
-             Call call;
-             Communicator::Options numbers;
-             if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
-                             static_cast<Py_ssize_t>(arguments.size()), comm, &call, &numbers))
-               throw py::error_already_set();
-             DeviceOptions options;
-             options.algorithm = algorithm;
-             options.order = numbers.order;
-             options.factor[0] = numbers.factor[0];
-             options.factor[1] = numbers.factor[1];
-             // A launch can wait for room in the stream's queue, and so for another thread's rank.
-             WithoutGil release;
-             comm.enter_device_call();
-             device.run(call, options, stream);
-           })
+      .def(
+          "run",
+          [](DeviceCommunicator& device, Communicator& comm, const py::tuple& arguments,
+             const std::string& algorithm, std::uintptr_t stream, int blocks, std::uint64_t chunk,
+             bool lines, bool pull) {
+            Call call;
+            Communicator::Options numbers;
+            if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
+                            static_cast<Py_ssize_t>(arguments.size()), comm, &call, &numbers))
+              throw py::error_already_set();
+            DeviceOptions options;
+            options.algorithm = algorithm;
+            options.order = numbers.order;
+            options.factor[0] = numbers.factor[0];
+            options.factor[1] = numbers.factor[1];
+            options.blocks = blocks;
+            options.chunk = chunk;
+            options.lines = lines;
+            options.pull = pull;
+            // A launch can wait for room in the stream's queue, and so for another thread's rank.
+            py::gil_scoped_release release;
+            device.run(call, options, stream);
+          },
+          py::arg("comm"), py::arg("arguments"), py::arg("algorithm"), py::arg("stream"),
+          py::arg("blocks") = 0, py::arg("chunk") = 0, py::arg("lines") = false,
+          py::arg("pull") = false)
       .def("check", &DeviceCommunicator::check)
       .def("idle", &DeviceCommunicator::idle)
       .def("abort", &DeviceCommunicator::abort, Unlocked())

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "machine.hpp"
 #include "plan.hpp"
 #include "types.hpp"
 
@@ -19,18 +20,18 @@ using u64 = unsigned long long;
 static_assert(sizeof(u64) == 8);
 
 inline constexpr int kMaxRanks = 16;
-inline constexpr int kMaxStrands = 64;  // FIFOs from one rank to another: channels x lanes
+inline constexpr int kMaxStrands = 128;  // FIFOs from one rank to another: channels x lanes
 inline constexpr int kMaxChannels = 16;
-inline constexpr int kDepth = 4;      // slots of a FIFO; programs are lowered for it
-inline constexpr int kThreads = 512;  // of a block
+inline constexpr int kDepth = 4;  // slots of a FIFO; programs are lowered for it
 
 // What a kernel waited for, or found, when it gave up.
 enum class Leave : u32 {
   none,
   mismatch,  // a peer is in another call
   deadline,
-  aborted,   // this rank's host said so
-  peer_left  // a peer gave up; `seen` holds its reason
+  aborted,    // this rank's host said so
+  peer_left,  // a peer gave up; `seen` holds its reason
+  peer_died   // this rank's host said so: a peer's process has ended
 };
 enum class Phase : u32 { none, arrival, message, slot, packet };
 
@@ -44,7 +45,7 @@ struct Record {
   u64 theirs[2];  // mismatch: the peer's count, and its call as `signature_word` packs it
 };
 struct Control {
-  u32 abort;  // set by the host: kernels leave
+  u32 abort;  // set by the host: the Leave of kernels that wait
   u32 pad[31];
   Record record;
 };
@@ -69,6 +70,9 @@ struct State {
   Arrival arrivals[2][kMaxRanks];
 };
 
+inline constexpr int kLineThreads = 8;  // that handle a line together
+inline constexpr int kLineUnits = 15;   // of 8 bytes: the data of a line of 128 bytes
+
 // Both ends of the FIFOs of one strand between this rank and one peer, in this rank's arena.
 struct alignas(128) FifoControl {
   u32 filled[kDepth];  // written by the peer: number of the message in each slot, from 1
@@ -81,7 +85,8 @@ struct Geometry {
   int strands = 0;
   u32 slot_bytes = 0;
   u32 packet_units = 0;  // packets of 8 bytes of data, for each peer and parity
-  u64 controls = 0, slots = 0, packets = 0, bytes = 0;
+  u32 lines_each = 0;    // lines, for each peer and parity
+  u64 controls = 0, slots = 0, packets = 0, lines = 0, bytes = 0;
 };
 
 struct DeviceWorld {
@@ -160,19 +165,59 @@ struct OneShotCall {
   const unsigned char* input;
   unsigned char* output;
   u64 bytes;
+  bool lines;  // else packets
+};
+
+// How a rank gets the others' contributions to its share, and how they get the result.
+enum class Gather : u32 { none, push, pull };
+enum class Spread : u32 { none, push, write };
+
+struct Share {
+  u64 begin, bytes;
+};
+
+struct TwoShotCall {
+  DeviceWorld world;
+  CallHead head;
+  Arithmetic arithmetic;
+  Gather gather;
+  Spread spread;
+  bool input_is_share, output_is_share;  // all_gather; reduce_scatter
+  const unsigned char* input;
+  unsigned char* output;
+  const unsigned char* inputs[kMaxRanks];  // of all ranks, to pull from
+  unsigned char* outputs[kMaxRanks];       // of all ranks, to write to
+  Share share[kMaxRanks];
+  u64 block_bytes, chunk_bytes;  // of a share: what a block has, what a message carries
+  u32 chunks;                    // of a block
+};
+
+struct ExchangeCall {
+  DeviceWorld world;
+  CallHead head;
+  const unsigned char* input;
+  unsigned char* output;
+  Share send[kMaxRanks], receive[kMaxRanks];  // to and from each rank
+  u64 chunk_bytes;
+  u32 chunks;  // of a block, for the pair that has the most
 };
 
 // ---- kernels/*.cu: `stream` is a cudaStream_t; the result is a cudaError_t ---------------------
 
 int launch_plan(const PlanCall& call, int blocks, void* stream);
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
+int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);
+int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
 // should be; `wrong` (device memory, one word a rank) says where it was not.
 int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream);
 // Load the kernels; blocks of each that one multiprocessor holds at a time.
 int plan_residency(int* blocks);
 int one_shot_residency(int* blocks);
-// Loads all kernels now; blocks of the larger ones that one multiprocessor holds at a time.
-int load_kernels(int* resident);
+int two_shot_residency(int* blocks);
+int exchange_residency(int* blocks);
+// Loads all kernels now; blocks that one multiprocessor holds at a time, of any kernel and of the
+// one-shot ones.
+int load_kernels(int* strands, int* one_shot);
 
 }  // namespace collectives::device

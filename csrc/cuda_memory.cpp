@@ -45,12 +45,14 @@ WhileCapturing::~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_);
 
 Geometry make_geometry(int nranks, int strands) {
   // Slots: large enough that a message's signals (about 3 µs) are small beside its bytes.
-  const u32 slot = nranks <= 2   ? 128 << 10
-                   : nranks <= 4 ? 64 << 10
-                   : nranks <= 8 ? 32 << 10
-                                 : 16 << 10;
-  // Two ranks gain from packets up to 2 MiB; more ranks send to more peers.
-  const u32 packets = nranks <= 2 ? 2 << 20 : nranks <= 4 ? 512 << 10 : 256 << 10;
+  const u32 slot = nranks <= 2   ? 64 << 10
+                   : nranks <= 4 ? 32 << 10
+                   : nranks <= 8 ? 16 << 10
+                                 : 8 << 10;
+  // One-shot kernels send everything to everybody: what is worth it (tuning/device.py), and a rest
+  // for those who want to measure.
+  const u32 packets = nranks <= 2 ? 512 << 10 : 256 << 10;
+  const u32 lines = nranks <= 2 ? 4 << 20 : nranks <= 4 ? 1 << 20 : 512 << 10;
   const auto aligned = [](u64 bytes) { return (bytes + 4095) / 4096 * 4096; };
   Geometry g;
   g.strands = strands;
@@ -59,7 +61,9 @@ Geometry make_geometry(int nranks, int strands) {
   g.controls = aligned(sizeof(State));
   g.slots = g.controls + aligned(sizeof(FifoControl) * nranks * strands);
   g.packets = g.slots + u64(nranks) * strands * kDepth * g.slot_bytes;
-  g.bytes = g.packets + u64(2) * nranks * g.packet_units * 16;
+  g.lines_each = lines / (kLineUnits * 8) + 1;
+  g.lines = g.packets + u64(2) * nranks * g.packet_units * 16;
+  g.bytes = g.lines + u64(2) * nranks * g.lines_each * 128;
   return g;
 }
 
@@ -69,7 +73,7 @@ Memory::Memory(int device, u64 bytes) : device_(device) {
   if (error != cudaSuccess) {
     cudaGetLastError();
     throw Error(ErrorKind::system, "cannot allocate " + std::to_string(bytes >> 20) +
-                                       " MiB of FIFOs on GPU " + std::to_string(device) + ": " +
+                                       " MiB on GPU " + std::to_string(device) + ": " +
                                        cudaGetErrorString(error));
   }
   pointer_ = static_cast<unsigned char*>(p);
@@ -94,19 +98,40 @@ std::map<const void*, std::weak_ptr<Memory>>& registry() {
 }  // namespace
 
 Arenas::Arenas(int rank, int nranks, int device)
-    : rank_(rank), device_(device), arena_(nranks, nullptr) {}
+    : rank_(rank), device_(device), arena_(nranks, nullptr), process_(nranks, getpid()) {}
 
 Arenas::~Arenas() {
   for (void* p : opened_) cudaIpcCloseMemHandle(p);
 }
 
-void Arenas::allocate(const Geometry& geometry, cudaStream_t stream) {
-  held_.push_back(std::make_shared<Memory>(device_, geometry.bytes));
+void Arenas::allocate(u64 bytes, cudaStream_t stream) {
+  held_.push_back(std::make_shared<Memory>(device_, bytes));
   const std::lock_guard lock(registry_mutex);
   registry()[own()] = held_.front();
-  check_cuda(cudaMemsetAsync(own(), 0, geometry.bytes, stream), "cudaMemsetAsync");
+  check_cuda(cudaMemsetAsync(own(), 0, bytes, stream), "cudaMemsetAsync");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
+
+namespace {
+
+// The place of a GPU in this machine: its ordinal is another in each process.
+std::string bus_of(int device) {
+  char words[32] = {};
+  check_cuda(cudaDeviceGetPCIBusId(words, sizeof words, device), "cudaDeviceGetPCIBusId");
+  return words;
+}
+bool is_by_nvlink(int device, const std::string& bus) {
+  int peer = -1, atomics = 0;
+  const bool known = cudaDeviceGetByPCIBusId(&peer, bus.c_str()) == cudaSuccess;
+  if (known && peer == device) return true;
+  const bool asked =
+      known && cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device,
+                                         peer) == cudaSuccess;
+  cudaGetLastError();
+  return asked && atomics != 0;
+}
+
+}  // namespace
 
 std::string Arenas::handle() const {
   cudaIpcMemHandle_t ipc;
@@ -117,10 +142,13 @@ std::string Arenas::handle() const {
                   std::to_string(reinterpret_cast<std::uintptr_t>(own())) + ' ' +
                   (exported ? '1' : '0');
   for (const char c : ipc.reserved) s += ' ' + std::to_string(static_cast<unsigned char>(c));
-  return s;
+  return s + ' ' + bus_of(device_);
 }
 
 void Arenas::map(const std::vector<std::string>& handles) {
+  by_nvlink_ = true;
+  for (const std::string& handle : handles)
+    by_nvlink_ = by_nvlink_ && is_by_nvlink(device_, handle.substr(handle.rfind(' ') + 1));
   for (int q = 0; q < static_cast<int>(handles.size()); ++q) {
     if (q == rank_) {
       arena_[q] = own();
@@ -133,7 +161,7 @@ void Arenas::map(const std::vector<std::string>& handles) {
       at = end;
       return value;
     };
-    const auto pid = static_cast<pid_t>(next());
+    const auto pid = process_[q] = static_cast<pid_t>(next());
     const int device = static_cast<int>(next());
     const auto pointer = static_cast<std::uintptr_t>(next());
     const bool exported = next() != 0;

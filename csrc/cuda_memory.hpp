@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <sys/types.h>
 
 #include <memory>
 #include <string>
@@ -67,16 +68,23 @@ class Arenas {
   // What peers need to map this rank's arena: threads of this process take the pointer, other
   // processes an IPC handle.
   std::string handle() const;
-  // `stream`: a private one, for what must be done before peers look.
-  void allocate(const Geometry& geometry, cudaStream_t stream);
+  // Of zeros. `stream`: a private one, for what must be done before peers look.
+  void allocate(u64 bytes, cudaStream_t stream);
   void map(const std::vector<std::string>& handles);
   unsigned char* const* all() const { return arena_.data(); }
+  // After map(): do all peers sit on this GPU or behind NVLink? (Of the links between GPUs, it
+  // alone does atomics.)
+  bool all_by_nvlink() const { return by_nvlink_; }
+  // After map(): the process of a rank.
+  pid_t process(int rank) const { return process_[rank]; }
   unsigned char* own() const { return held_.front()->get(); }
 
  private:
   int rank_, device_;
+  bool by_nvlink_ = false;
   std::vector<std::shared_ptr<Memory>> held_;  // the first is this rank's own
   std::vector<unsigned char*> arena_;
+  std::vector<pid_t> process_;
   std::vector<void*> opened_;
 };
 

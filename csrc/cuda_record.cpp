@@ -56,14 +56,21 @@ void raise_record(const Record& r, int rank, const std::string& last_call,
                                            ". It died, is late, or calls with arrays on the host");
     case Leave::peer_left: {
       const auto his = static_cast<Leave>(r.seen);
-      const bool disagree = his == Leave::mismatch;
-      throw Error(disagree ? ErrorKind::mismatch
-                           : (his == Leave::aborted ? ErrorKind::aborted : ErrorKind::deadline),
-                  text + peer + " gave up" +
-                      (disagree ? ": the ranks are in different calls"
-                                : (his == Leave::aborted ? ": it was aborted"
-                                                         : ": a wait there ran out of time")));
+      text += peer + " gave up: ";
+      switch (his) {
+        case Leave::mismatch:
+          throw Error(ErrorKind::mismatch, text + "the ranks are in different calls");
+        case Leave::aborted:
+          throw Error(ErrorKind::aborted, text + "it was aborted");
+        case Leave::peer_died:
+          throw Error(ErrorKind::peer_died, text + "a rank's process has ended");
+        default:
+          throw Error(ErrorKind::deadline, text + "a wait there ran out of time");
+      }
     }
+    case Leave::peer_died:
+      throw Error(ErrorKind::peer_died,
+                  text + "left while it waited for " + where + ": " + abort_reason);
     default:
       throw Error(ErrorKind::aborted,
                   text + "aborted while it waited for " + where + ": " + abort_reason);

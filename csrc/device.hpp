@@ -37,6 +37,11 @@ struct DeviceOptions {
   std::string algorithm;
   Order order = Order::any;
   double factor[2] = {1, 0};  // premul_sum
+  // How, where an algorithm has a kernel made by hand (equal on all ranks):
+  int blocks = 0;           // at most; 0: as many as there are
+  std::uint64_t chunk = 0;  // of direct_two_shot: bytes of a message; 0: as much as a slot takes
+  bool lines = false;       // direct_one_shot in lines of 128 bytes, where links keep them whole
+  bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
 };
 
 class DeviceCommunicator {
@@ -57,10 +62,20 @@ class DeviceCommunicator {
   // Error(unsupported) if they are not all resident.
   void meet();
 
+  // Do all links of this rank keep lines of 128 bytes whole? (After open().) Lines are used if
+  // all ranks say so.
+  bool keeps_lines() const;
+  void use_lines(bool all);
+
+  // Symmetric buffers. Collective: make_segment() allocates, open_segment() maps what all ranks
+  // have made and returns the address of this rank's. A segment lives until it is released, which
+  // waits for the GPU.
+  std::string make_segment(std::uint64_t bytes);
+  std::uintptr_t open_segment(std::uint64_t id, const std::vector<std::string>& handles);
+  void release_segment(std::uint64_t id);
+
   // The schedule of an algorithm that the registry does not know.
   void define(const std::string& algorithm, const Schedule& schedule);
-  // Largest all_reduce, in bytes, that the packet kernel takes.
-  std::uint64_t one_shot_max() const;
 
   // Puts the call on `stream` (a cudaStream_t) and returns. Throws what an earlier call found.
   void run(const Call& call, const DeviceOptions& options, std::uintptr_t stream);

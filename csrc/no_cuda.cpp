@@ -28,7 +28,13 @@ void DeviceCommunicator::probe_write() { refuse(); }
 std::string DeviceCommunicator::probe_check() { refuse(); }
 void DeviceCommunicator::meet() { refuse(); }
 void DeviceCommunicator::define(const std::string&, const Schedule&) { refuse(); }
-std::uint64_t DeviceCommunicator::one_shot_max() const { refuse(); }
+bool DeviceCommunicator::keeps_lines() const { refuse(); }
+void DeviceCommunicator::use_lines(bool) { refuse(); }
+std::string DeviceCommunicator::make_segment(std::uint64_t) { refuse(); }
+std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t, const std::vector<std::string>&) {
+  refuse();
+}
+void DeviceCommunicator::release_segment(std::uint64_t) { refuse(); }
 void DeviceCommunicator::run(const Call&, const DeviceOptions&, std::uintptr_t) { refuse(); }
 void DeviceCommunicator::check() { refuse(); }
 bool DeviceCommunicator::idle() { refuse(); }

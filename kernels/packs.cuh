@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda_call.hpp"
+#include "primitives.cuh"
 
 namespace collectives::device {
 
@@ -43,16 +44,12 @@ __device__ inline float float_of_half(u32 half) {
     return __uint_as_float((half & 0x8000u) << 16 | 0x7f800000u | magnitude |
                            (magnitude != 0 ? 0x00400000u : 0u));
   }
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(static_cast<unsigned short>(half)));
-  return r;
+  return float_of_half_bits(half);
 }
 __device__ inline u32 half_of_float(float value) {
   const u32 bits = __float_as_uint(value);
   if (value != value) return (bits >> 16 & 0x8000u) | ((bits >> 13 & 0x3ffu) | 0x7e00u);
-  unsigned short r;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
-  return r;
+  return half_bits_of_float(value);
 }
 // To nearest even in the upper 16 bits; NaNs keep theirs, which are quiet by now.
 __device__ inline u32 bfloat_of_float(float value) {
@@ -277,6 +274,11 @@ struct Accumulator {
     }
   }
 };
+
+// Those whose speed counts: kernels are made for each.
+using Float32Sum = Accumulator<Float32Format, SumOp>;
+using Bfloat16Sum = Accumulator<Bfloat16Format, SumOp>;
+using Float16Sum = Accumulator<Float16Format, SumOp>;
 
 // Calls f with the Accumulator of a reducer. (An operation that a format lacks is refused before a
 // kernel starts.)

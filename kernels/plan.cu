@@ -16,7 +16,8 @@
 // messages go at the speed of the link, with enough strands. Limits: kMaxRanks ranks; all blocks of
 // all ranks must be resident at once (the host sees to that).
 #include "cuda_call.hpp"
-#include "packs.cuh"
+#include "jobs.cuh"
+#include "launch.cuh"
 #include "signal.cuh"
 
 namespace collectives::device {
@@ -89,144 +90,6 @@ __device__ u64 chunk_length(const FlatLayout& l, int chunk, u64 s) {
   const bool by_output =
       l.collective == Collective::all_gather || l.collective == Collective::gather;
   return by_output ? output_span(l, chunk, s).length : input_span(l, chunk, s).length;
-}
-
-// ---- work on memory -----------------------------------------------------------------------------
-
-// One piece's job, made by one thread for its block: dst[..] = src[0] op src[1] op ...
-struct Job {
-  const unsigned char* src[kMaxRanks];
-  unsigned char* dst[2];
-  int nsrc, ndst;
-  u64 bytes;
-  u32 scaled;  // bit i: src[i] is a contribution that premul_sum multiplies
-  int divisor;
-  bool leave;  // the strand gives up
-};
-
-template <class A>
-__device__ void finish_value(A& value, const Job& job) {
-  if (job.divisor != 1) value.divide(job.divisor);
-}
-
-// Units are computed in the order of memory; a pack is two units of 8 bytes or one of 16.
-template <class A, int kPacks>
-__device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
-  using Unit = typename A::Unit;
-  constexpr int kUnits = 16 / sizeof(Unit);
-  struct Pack {
-    Unit unit[kUnits];
-  };
-  A value[kPacks][kUnits];
-  for (int s = 0; s < job.nsrc; ++s) {
-    ulonglong2 raw[kPacks];
-    const ulonglong2* from = reinterpret_cast<const ulonglong2*>(job.src[s]);
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) raw[k] = __ldcg(from + at + k * kThreads);
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const Pack pack = *reinterpret_cast<const Pack*>(&raw[k]);
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        A operand;
-        operand.load(pack.unit[u]);
-        if (s == 0) {
-          value[k][u] = operand;
-        } else {
-          value[k][u].combine(operand);
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    Pack pack;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      finish_value(value[k][u], job);
-      pack.unit[u] = value[k][u].store();
-    }
-    for (int d = 0; d < job.ndst; ++d)
-      reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kThreads] =
-          *reinterpret_cast<const ulonglong2*>(&pack);
-  }
-}
-
-template <class A>
-__device__ __noinline__ void reduce_job(const Job& job, const Arithmetic& arithmetic) {
-  using F = typename A::FormatType;
-  // More packs in flight for the sums that are hot. (Each instance costs seconds to compile.)
-  constexpr int kPacks = A::kSum && !F::kComplex && F::kParts <= 4 ? (F::kParts == 4 ? 2 : 4) : 1;
-  bool aligned = job.scaled == 0;  // premul_sum goes by elements, which keeps the code small
-  for (int s = 0; s < job.nsrc; ++s) aligned = aligned && aligned_to(job.src[s], 16);
-  for (int d = 0; d < job.ndst; ++d) aligned = aligned && aligned_to(job.dst[d], 16);
-  const u64 packs = aligned ? job.bytes / 16 : 0;
-  u64 at = threadIdx.x;
-  for (; at + (kPacks - 1) * kThreads < packs; at += kPacks * kThreads)
-    reduce_packs<A, kPacks>(job, at);
-  if constexpr (kPacks > 1)
-    for (; at < packs; at += kThreads) reduce_packs<A, 1>(job, at);
-  // The rest, or all if something is not aligned.
-  for (u64 i = packs * 16 + threadIdx.x * F::kElement; i < job.bytes; i += kThreads * F::kElement) {
-    A value;
-    for (int s = 0; s < job.nsrc; ++s) {
-      A operand;
-      operand.load(load_element<F>(job.src[s] + i));
-      if (A::kSum && (job.scaled >> s & 1) != 0)
-        operand.scale(arithmetic.factor[0], arithmetic.factor[1]);
-      if (s == 0) {
-        value = operand;
-      } else {
-        value.combine(operand);
-      }
-    }
-    finish_value(value, job);
-    for (int d = 0; d < job.ndst; ++d) store_element<F>(job.dst[d] + i, value.store());
-  }
-}
-
-template <class T>
-__device__ void copy_as(const Job& job, u64 begin, u64 end) {
-  constexpr int kAhead = 4;
-  const T* from = reinterpret_cast<const T*>(job.src[0]);
-  u64 at = begin / sizeof(T) + threadIdx.x;
-  const u64 last = end / sizeof(T);
-  for (; at + (kAhead - 1) * kThreads < last; at += kAhead * kThreads) {
-    T raw[kAhead];
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) raw[k] = __ldcg(from + at + k * kThreads);
-    for (int d = 0; d < job.ndst; ++d) {
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) reinterpret_cast<T*>(job.dst[d])[at + k * kThreads] = raw[k];
-    }
-  }
-  for (; at < last; at += kThreads) {
-    const T raw = __ldcg(from + at);
-    for (int d = 0; d < job.ndst; ++d) reinterpret_cast<T*>(job.dst[d])[at] = raw;
-  }
-}
-
-__device__ __noinline__ void copy_job(const Job& job) {
-  u64 mixed = reinterpret_cast<u64>(job.src[0]);
-  for (int d = 0; d < job.ndst; ++d) mixed |= reinterpret_cast<u64>(job.dst[d]);
-  u64 done = 0;
-  if ((mixed & 15) == 0) {
-    done = job.bytes / 16 * 16;
-    copy_as<ulonglong2>(job, 0, done);
-  } else if ((mixed & 3) == 0) {
-    done = job.bytes / 4 * 4;
-    copy_as<u32>(job, 0, done);
-  }
-  copy_as<unsigned char>(job, done, job.bytes);
-}
-
-// What combines for a reducer. Called through a pointer: with a call site for each of the 59
-// functions, each site would get stack slots of its own for what the caller keeps, 4 KB a thread.
-using ReduceJob = void (*)(const Job&, const Arithmetic&);
-__device__ ReduceJob reduce_job_of(const Reducer& reducer) {
-  ReduceJob function = nullptr;
-  dispatch(reducer, [&](auto accumulator) { function = &reduce_job<decltype(accumulator)>; });
-  return function;
 }
 
 // ---- a strand -----------------------------------------------------------------------------------
@@ -431,24 +294,6 @@ class Strand {
   u32 turn_ = 0;
 };
 
-// All blocks wait until all ranks are in this call; false if a rank is in another one.
-__device__ bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry) {
-  const u64 epoch = entry.epoch;
-  bool failed = has_left(world, entry);
-  const int q = threadIdx.x;
-  if (q < world.nranks && q != world.rank && !failed) {
-    if (blockIdx.x == 0) announce(world, head, epoch, q);
-    const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][q].word;
-    const Waiting what{Phase::arrival, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
-    failed = !wait_until(world, what, [&](u64& seen) {
-      const u64 now = load_acquire(word);
-      seen = now >> 32;
-      return u32(seen) == u32(epoch);
-    }) || disagrees(world, head, epoch, q);
-  }
-  return __syncthreads_or(failed) == 0;
-}
-
 __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant__ PlanCall call) {
   __shared__ Shared shared;
   const Entry entry = enter(call.world);
@@ -461,12 +306,9 @@ __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant
 }  // namespace
 
 int launch_plan(const PlanCall& call, int blocks, void* stream) {
-  plan_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
-  return cudaGetLastError();
+  return launch(plan_kernel, {blocks, kThreads}, stream, call);
 }
 
-int plan_residency(int* blocks) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, plan_kernel, kThreads, 0);
-}
+int plan_residency(int* blocks) { return residency_of<PlanCall>({plan_kernel}, blocks); }
 
 }  // namespace collectives::device

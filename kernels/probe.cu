@@ -1,5 +1,6 @@
 // The self-test of peer access: really writes and reads, because the driver's answer can be wrong.
 #include "cuda_call.hpp"
+#include "launch.cuh"
 #include "signal.cuh"
 
 namespace collectives::device {
@@ -17,19 +18,21 @@ __global__ void probe_kernel(const __grid_constant__ DeviceWorld world, const u6
 }  // namespace
 
 int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream) {
-  probe_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(world, tokens, wrong);
-  return cudaGetLastError();
+  return launch(probe_kernel, {1, 32}, stream, world, tokens, wrong);
 }
 
 // Lazily, a kernel would be loaded at its first launch, which can wait for the whole GPU: for the
 // kernel of another rank, that is, which waits for this one.
-int load_kernels(int* resident) {
+int load_kernels(int* strands, int* one_shot) {
   cudaFuncAttributes attributes;
-  int plan = 0, one_shot = 0;
   int error = cudaFuncGetAttributes(&attributes, probe_kernel);
-  if (error == cudaSuccess) error = plan_residency(&plan);
-  if (error == cudaSuccess) error = one_shot_residency(&one_shot);
-  *resident = plan < one_shot ? plan : one_shot;
+  if (error == cudaSuccess) error = one_shot_residency(one_shot);
+  *strands = *one_shot;
+  for (const auto residency : {plan_residency, two_shot_residency, exchange_residency}) {
+    int own = 0;
+    if (error == cudaSuccess) error = residency(&own);
+    *strands = min(*strands, own);
+  }
   return error;
 }
 

@@ -1,4 +1,5 @@
-// Signals between GPUs: every memory-order argument of the kernels lives here.
+// Signals between GPUs: every memory-order argument of the kernels lives here. (The instructions
+// themselves are in primitives.cuh.)
 //
 // All flags are words in device memory that one rank writes and another polls. Both orders are of
 // system scope, since a peer is another GPU. The pattern is always the same:
@@ -15,62 +16,9 @@
 #pragma once
 
 #include "cuda_call.hpp"
+#include "primitives.cuh"
 
 namespace collectives::device {
-
-__device__ inline void store_release(u32* p, u32 v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ inline void store_release(u64* p, u64 v) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ inline u32 load_acquire(const u32* p) {
-  u32 v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ inline u64 load_acquire(const u64* p) {
-  u64 v;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-// Words that carry no data with them.
-__device__ inline u32 load_relaxed(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ inline void store_relaxed(u32* p, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ inline void store_relaxed(u64* p, u64 v) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-
-// A packet: 8 bytes of data and two flags, one beside each half, in one 16-byte access. Only 8
-// bytes are promised to arrive together, so each half has its flag, and no order is needed.
-struct Packet {
-  u32 low, low_flag, high, high_flag;
-};
-__device__ inline void store_packet(Packet* p, u64 data, u32 flag, u32 second) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(u32(data)),
-               "r"(flag), "r"(u32(data >> 32)), "r"(second)
-               : "memory");
-}
-__device__ inline Packet load_packet(const Packet* p) {
-  Packet v;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.low), "=r"(v.low_flag), "=r"(v.high), "=r"(v.high_flag)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
-__device__ inline u64 clock_ns() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
 
 // ---- where things lie ---------------------------------------------------------------------------
 
@@ -90,6 +38,10 @@ __device__ inline unsigned char* slot_of(const DeviceWorld& w, int owner, int pe
 __device__ inline Packet* packets_of(const DeviceWorld& w, int owner, int peer, int parity) {
   return reinterpret_cast<Packet*>(w.arena[owner] + w.geometry.packets) +
          (u64(parity) * w.nranks + peer) * w.geometry.packet_units;
+}
+__device__ inline Line* lines_of(const DeviceWorld& w, int owner, int peer, int parity) {
+  return reinterpret_cast<Line*>(w.arena[owner] + w.geometry.lines) +
+         (u64(parity) * w.nranks + peer) * w.geometry.lines_each;
 }
 
 // ---- giving up ----------------------------------------------------------------------------------
@@ -136,7 +88,7 @@ struct Entry {
 __device__ inline Entry enter(const DeviceWorld& w) {
   const State& own = state_of(w, w.rank);
   Entry entry;  // three loads in flight at once: each alone takes 0.7 µs
-  asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(entry.epoch) : "l"(&own.epoch) : "memory");
+  entry.epoch = load_relaxed(&own.epoch);
   entry.left = load_relaxed(&own.left);
   entry.poison = load_relaxed(&own.poison);
   entry.epoch += 1;
@@ -170,8 +122,8 @@ __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64
   // the peers waiting for them in turn, never catch up again.
   const bool asks = waited > kAskHostAfterNs && __ffs(static_cast<int>(__activemask())) - 1 ==
                                                     static_cast<int>(threadIdx.x & 31);
-  if (asks && *static_cast<volatile u32*>(&w.control->abort) != 0) {
-    give_up(w, Leave::aborted, what, seen, waited);
+  if (const u32 why = asks ? *static_cast<volatile u32*>(&w.control->abort) : 0) {
+    give_up(w, static_cast<Leave>(why), what, seen, waited);
     return true;
   }
   if (waited > w.timeout_ns) {
@@ -185,22 +137,31 @@ __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64
 inline constexpr int kPolls = 64;
 
 // Polls `ready(seen)` until it is true; false if the rank gave up. `slow()` runs with each look
-// around and may end the wait too, by returning true after give_up().
-template <class Ready, class Slow>
+// around and may end the wait too, by returning true after give_up(). Threads that poll together
+// leave together: `any` tells each whether one of them must.
+template <class Ready, class Slow, class Any>
 __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready,
-                                  Slow slow) {
+                                  Slow& slow, Any any) {
   u64 seen = 0;
   if (ready(seen)) return true;
-  const u64 since = clock_ns();
-  for (;;) {
-    for (int i = 0; i < kPolls; ++i)
+  for (u64 since = 0;;) {
+    for (int i = 0; i < kPolls; ++i) {
+      poll_again();
       if (ready(seen)) return true;
-    if (slow() || must_leave(w, what, since, seen)) return false;
+    }
+    if (since == 0) since = clock_ns();  // not before: reading it takes long
+    if (any(slow() || must_leave(w, what, since, seen))) return false;
   }
+}
+template <class Ready, class Slow>
+__device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready,
+                                  Slow& slow) {
+  return wait_until(w, what, ready, slow, [](bool leave) { return leave; });
 }
 template <class Ready>
 __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Ready ready) {
-  return wait_until(w, what, ready, [] { return false; });
+  const auto nothing = [] { return false; };
+  return wait_until(w, what, ready, nothing);
 }
 
 // ---- entering and leaving a call ----------------------------------------------------------------
@@ -226,17 +187,45 @@ __device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64
   return true;
 }
 
+// All blocks wait until all ranks are in this call; false if a rank is in another one, or if any
+// thread has failed before. `told` is what rank q is told of this call, `expected` what it should
+// say.
+template <class Told, class Expected>
+__device__ inline bool agree(const DeviceWorld& world, const Entry& entry, Told told,
+                             Expected expected, bool failed = false) {
+  const u64 epoch = entry.epoch;
+  failed = has_left(world, entry) || failed;
+  const int q = static_cast<int>(threadIdx.x);
+  if (q < world.nranks && q != world.rank && !failed) {
+    if (blockIdx.x == 0) announce(world, told(q), epoch, q);
+    const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][q].word;
+    const Waiting what{Phase::arrival, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
+    failed = !wait_until(world, what, [&](u64& seen) {
+      const u64 now = load_acquire(word);
+      seen = now >> 32;
+      return u32(seen) == u32(epoch);
+    }) || disagrees(world, expected(q), epoch, q);
+  }
+  return __syncthreads_or(failed) == 0;
+}
+__device__ inline bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry,
+                             bool failed = false) {
+  const auto same = [&](int) { return head; };
+  return agree(world, entry, same, same, failed);
+}
+
 // All threads of all blocks call this last. The last block advances the epoch: calls of one rank
-// follow each other on a stream, so the next kernel sees it.
+// follow each other on a stream, so the next kernel sees it. (No fence: all blocks have used the
+// epoch that they read before they come here, and nobody else reads what is written.)
 __device__ inline void finish_call(const DeviceWorld& w, u64 epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   State& own = state_of(w, w.rank);
-  __threadfence();
-  if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
-  own.ticket = 0;
-  __threadfence();
-  *static_cast<volatile u64*>(&own.epoch) = epoch;
+  if (gridDim.x > 1) {
+    if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
+    store_relaxed(&own.ticket, 0u);
+  }
+  store_relaxed(&own.epoch, epoch);
 }
 
 }  // namespace collectives::device

@@ -33,12 +33,11 @@ def cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> View
     """Reads the CUDA array interface, version 3, which says everything but the device."""
     if not gpu:
         raise no_gpu_error(what, device)
-    try:
-        interface = x.__cuda_array_interface__  # which cupy makes anew, so ask once
-    except AttributeError:
+    interface = getattr(x, "__cuda_array_interface__", None)  # asked once: cupy makes it each time
+    if interface is None:
         raise ArrayTypeError(
             f"{what}: a {type(x).__name__} on {device} has no __cuda_array_interface__"
-        ) from None
+        )
     element = getattr(x, "dtype", None)
     if not isinstance(element, np.dtype):
         element = np.dtype(interface["typestr"])

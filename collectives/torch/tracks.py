@@ -120,10 +120,6 @@ class Step(NamedTuple):
     device: Any = None
 
 
-class _OnStream(NamedTuple):
-    stream: int
-
-
 def arguments(comm: Communicator, step: Step) -> tuple[Any, ...]:
     """A step as the core takes it."""
     algorithm = 0
@@ -140,10 +136,10 @@ def put_on_stream(comm: Communicator, step: Step) -> None:
     """Puts a call on device memory on torch's current stream."""
     import torch
 
-    stream = _OnStream(int(torch.cuda.current_stream(step.device).cuda_stream))
+    stream = int(torch.cuda.current_stream(step.device).cuda_stream)
     comm._run_on_device(
         str(step.device), step.collective, arguments(comm, step), step.root, step.nbytes, None,
-        [stream],  # type: ignore[list-item]
+        stream, None,
     )  # fmt: skip
 
 

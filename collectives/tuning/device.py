@@ -1,27 +1,70 @@
-"""Which algorithm serves a call on device arrays; measured with `bench --device cuda`."""
+"""Which algorithm serves a call on device arrays, and how; measured with each way forced."""
 
 from __future__ import annotations
 
-# Up to here all_reduce goes in packets, which need no barrier, but send everything to everybody,
-# twice over. Measured for two ranks; for more, the bytes that cross each link are kept alike.
-_PACKETS_OF_TWO = 2 << 20
-_PACKETS_OF_FEW = 256 << 10  # three and four ranks
-_PACKETS_OF_MANY = 64 << 10
+from dataclasses import dataclass
+from functools import lru_cache
+
+# all_reduce in one step, up to these sizes: in packets, which are the fastest for the smallest but
+# send twice the bytes, then in lines. Both send everything to everybody. For three and four ranks
+# the limits were measured on 4 H100; for more, the bytes that cross each link are kept alike.
+_PACKETS = {2: 256 << 10, 4: 64 << 10, 8: 32 << 10}
+_LINES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
+# all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
+# has them written above (links carry more writes than reads).
+_PULL_BELOW = 16 << 20
+# Blocks of direct_two_shot for three and more ranks up to _FEW_BLOCKS_BELOW: with more, the signals
+# between all pairs take longer than the bytes.
+_FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
 # One message to each peer from the root, until the root's link is full for longer than a ring of
 # all ranks needs to fill.
 _ROOT_SENDS_ALL = 256 << 10
 
 
+@lru_cache(1024)
 def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
     """The name of the algorithm; "" for a barrier, which needs none."""
     if collective == "barrier":
         return ""
     if collective == "all_reduce":
-        few = _PACKETS_OF_FEW if nranks <= 4 else _PACKETS_OF_MANY
-        limit = _PACKETS_OF_TWO if nranks <= 2 else few
-        return "direct_one_shot" if nbytes <= limit else "direct_two_shot"
+        return "direct_one_shot" if nbytes <= _of(_LINES, nranks) else "direct_two_shot"
     if collective in ("reduce_scatter", "all_gather", "all_to_all"):
         return "direct_two_shot"
     if collective in ("broadcast", "reduce") and nbytes > _ROOT_SENDS_ALL:
         return "ring"
     return "direct_one_shot"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel made by hand does a call.
+
+    blocks  thread blocks at most; 0: all that the communicator may take
+    chunk   bytes of a message of direct_two_shot; 0: as much as a slot takes
+    lines   direct_one_shot in lines of 128 bytes, not in packets of 16
+    pull    direct_two_shot on symmetric buffers reads the peers' contributions
+    """
+
+    blocks: int = 0
+    chunk: int = 0
+    lines: bool = False
+    pull: bool = False
+
+
+_PLAIN = Launch()
+
+
+@lru_cache(1024)
+def device_launch(algorithm: str, nbytes: int, nranks: int) -> Launch:
+    """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own."""
+    if algorithm == "direct_one_shot":
+        return Launch(lines=nbytes > _of(_PACKETS, nranks))
+    if algorithm == "direct_two_shot":
+        few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
+        return Launch(blocks=_FEW_BLOCKS if few else 0, pull=nbytes < _PULL_BELOW)
+    return _PLAIN
+
+
+def _of(limits: dict[int, int], nranks: int) -> int:
+    """The limit for so many ranks: that of the next number in the table, else the lowest."""
+    return next((limit for n, limit in limits.items() if nranks <= n), min(limits.values()))

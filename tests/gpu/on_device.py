@@ -8,6 +8,8 @@ kernel of another rank waits, which on a shared GPU could wait for that kernel.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,11 @@ import collectives as cc
 Array = np.ndarray[Any, Any]
 _ROOM = 24 << 20
 _H2D, _D2H = 1, 2
+
+
+def some(cases: list[Any]) -> list[Any]:
+    """All cases on a GPU; on a CPU (tests/emulated) as many as EMULATED_THIN leaves."""
+    return cases[:: int(os.environ.get("EMULATED_THIN", "1"))]
 
 
 class DeviceArray:
@@ -46,14 +53,19 @@ def root_of(array: Array) -> Array:
 
 
 class OnDevice:
-    """`comm`, but arrays go by way of the GPU `device`."""
+    """`comm`, but arrays go by way of the GPU `device`; in a symmetric buffer, if they shall."""
 
-    def __init__(self, comm: cc.Communicator, device: int = 0) -> None:
+    def __init__(self, comm: cc.Communicator, device: int = 0, symmetric: bool = False) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.device = device
         cupy.cuda.Device(device).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.memory = cupy.cuda.alloc(2 * _ROOM)
+        self.symmetric = symmetric
+        if symmetric:  # kept, because its memory is
+            self.array = comm.empty(2 * _ROOM, "uint8", f"cuda:{device}", kind="cupy")
+            self.memory = self.array.data
+        else:
+            self.memory = cupy.cuda.alloc(2 * _ROOM)
         self.graph = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -85,7 +97,9 @@ class OnDevice:
         for array in host:
             root = root_of(array)
             if id(root) not in roots:
-                base = self.memory.ptr + len(roots) * _ROOM + root.ctypes.data % 256
+                # Ranks may differ in their addresses, but not in a symmetric buffer.
+                modulus = 16 if self.symmetric else 256
+                base = self.memory.ptr + len(roots) * _ROOM + root.ctypes.data % modulus
                 assert root.nbytes + 256 <= _ROOM
                 roots[id(root)] = (root, base)
                 self.copy(base, root.ctypes.data, root.nbytes, _H2D)
@@ -118,13 +132,20 @@ class OnDevice:
         return got
 
 
-def run_on(n: int, devices: list[int], body: Callable[[OnDevice], Any], **more: Any) -> list[Any]:
+def run_on(
+    n: int,
+    devices: list[int],
+    body: Callable[[OnDevice], Any],
+    symmetric: bool = False,
+    **more: Any,
+) -> list[Any]:
     """body(OnDevice) on n ranks that are threads."""
-    lock = threading.Lock()
+    # Making streams and memory is not for several threads at once; symmetric memory is for all.
+    lock = contextlib.nullcontext() if symmetric else threading.Lock()
 
     def wrapped(comm: cc.Communicator) -> Any:
-        with lock:  # making streams and memory is not for several threads at once
-            proxy = OnDevice(comm, devices[comm.rank % len(devices)])
+        with lock:
+            proxy = OnDevice(comm, devices[comm.rank % len(devices)], symmetric)
         comm.barrier()
         return body(proxy)
 

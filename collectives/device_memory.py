@@ -1,0 +1,100 @@
+"""Symmetric buffers on GPUs: equal on every rank and mapped into all of them, so that kernels work
+in the peers' arrays and nothing is staged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from .array import dtype_name
+from .array.dtypes import numpy_dtype, torch_dtype
+from .errors import ArrayError, ArrayTypeError, UnsupportedError, did_you_mean
+
+if TYPE_CHECKING:
+    from .device import DeviceEngine
+
+KINDS = ("cupy", "torch")
+
+
+class _Owner:
+    """Bytes in device memory, with the core that they belong to."""
+
+    def __init__(self, core: _core.DeviceCommunicator, pointer: int, nbytes: int) -> None:
+        self._core = core
+        self.pointer, self.nbytes = pointer, nbytes
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+        }
+
+
+class DeviceMemory:
+    """The symmetric buffers of one communicator, numbered alike on all ranks.
+
+    A buffer lives as long as its array, and after it until the next one is made or the communicator
+    is gone: freeing waits for the GPU, which must not happen in the middle of a call.
+    """
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count(1)
+        self._dropped: list[int] = []  # buffers whose array is gone
+
+    def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> Any:
+        """What `Communicator.empty` says, on this rank's GPU. Collective."""
+        engine, name = self._engine, dtype_name(dtype)
+        kind = _library(kind)
+        if any(n < 0 for n in shape):
+            raise ValueError(f"shape {tuple(shape)} has negative lengths")
+        nbytes = math.prod(shape) * _core.itemsizes[name]
+        room = max(nbytes, 1)
+        mine = {"bytes": nbytes, "handle": engine.core.make_segment(room)}
+        answers = [json.loads(b) for b in engine.gather(json.dumps(mine).encode())]
+        if len({a["bytes"] for a in answers}) > 1:
+            words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
+            raise ArrayError(f"empty: the ranks ask for different sizes ({words})")
+        while self._dropped:
+            engine.core.release_segment(self._dropped.pop())
+        number = next(self._numbers)
+        pointer = engine.core.open_segment(number, [a["handle"] for a in answers])
+        owner = _Owner(engine.core, pointer, room)
+        weakref.finalize(owner, self._dropped.append, number).atexit = False
+        engine.gather(b"")
+        make = _cupy_array if kind == "cupy" else _torch_tensor
+        return make(owner, shape, name, engine.device)
+
+
+def _library(kind: str | None) -> str:
+    """The array library that a buffer is for: the one that was asked for, else that is in use."""
+    if kind is None:
+        kind = next((k for k in KINDS if k in sys.modules), "")
+        if not kind:
+            raise UnsupportedError("empty: import cupy or torch first, whose array this will be")
+    if kind not in KINDS:
+        raise ArrayTypeError(f"unknown kind of device array {kind!r}; {did_you_mean(kind, KINDS)}")
+    if kind not in sys.modules:
+        raise UnsupportedError(f"kind={kind!r}, but {kind} is not imported: import it first")
+    return kind
+
+
+def _cupy_array(owner: _Owner, shape: Sequence[int], dtype: str, device: int) -> Any:
+    cupy = sys.modules["cupy"]
+    memory = cupy.cuda.UnownedMemory(owner.pointer, owner.nbytes, owner, device)
+    return cupy.ndarray(tuple(shape), numpy_dtype(dtype), cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _torch_tensor(owner: _Owner, shape: Sequence[int], dtype: str, device: int) -> Any:
+    torch = sys.modules["torch"]
+    raw = torch.as_tensor(owner, device=f"cuda:{device}")
+    nbytes = math.prod(shape) * _core.itemsizes[dtype]
+    return raw[:nbytes].view(torch_dtype(torch, dtype)).reshape(tuple(shape))

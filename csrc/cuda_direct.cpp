@@ -1,0 +1,194 @@
+// Calls that kernels made by hand can do: direct_one_shot in packets or lines, direct_two_shot.
+#include <algorithm>
+
+#include "cuda_engine.hpp"
+
+namespace collectives {
+
+using namespace device;
+
+namespace {
+
+constexpr int kOneShotBlocks = 256;  // packets need all of them for 1 MiB, lines for 2 MiB
+constexpr u64 kExchangeChunkBytes = 64 << 10;
+// What a block of direct_two_shot has at least, of a share.
+constexpr u64 kMinBlockBytes = 4 << 10;
+
+u64 rounded(u64 bytes, u64 unit) { return (bytes + unit - 1) / unit * unit; }
+
+bool is_two_shot(Collective c) {
+  return c == Collective::all_reduce || c == Collective::reduce_scatter ||
+         c == Collective::all_gather;
+}
+
+const unsigned char* input_of(const Call& call) {
+  return reinterpret_cast<const unsigned char*>(call.input);
+}
+unsigned char* output_of(const Call& call) { return reinterpret_cast<unsigned char*>(call.output); }
+
+}  // namespace
+
+std::string DirectPath::place(const Call& call) const {
+  std::string words;
+  if (input != nullptr)
+    words = "x: no. " + std::to_string(input->id) + " + " +
+            std::to_string(input_of(call) - input->memory->own());
+  if (output != nullptr)
+    words += std::string{words.empty() ? "" : ", "} + "out: no. " + std::to_string(output->id) +
+             " + " + std::to_string(output_of(call) - output->memory->own());
+  return words;
+}
+
+const Segment* DeviceCommunicator::Impl::segment_of(const void* address, u64 bytes) const {
+  const auto* const at = static_cast<const unsigned char*>(address);
+  for (const auto& [id, segment] : segments) {
+    const unsigned char* const begin = segment.memory->own();
+    if (at >= begin && at + bytes <= begin + segment.bytes) return &segment;
+  }
+  return nullptr;
+}
+
+DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
+                                                 const DeviceOptions& options) const {
+  DirectPath path;
+  const int n = config.nranks;
+  const u64 e = size_of(call.dtype);
+  if (n == 1) return path;
+  if (options.algorithm == "direct_one_shot" && call.collective == Collective::all_reduce) {
+    const u64 bytes = call.count * e;
+    // complex128 goes in two units, whose sums are apart and whose products are not.
+    const bool fits_units =
+        call.dtype != Dtype::complex128 || (call.op != Op::prod && options.factor[1] == 0);
+    const bool fits_lines = bytes <= u64{world.geometry.lines_each} * kLineUnits * 8;
+    const bool fits_packets = bytes <= u64{world.geometry.packet_units} * 8;
+    if (bytes != 0 && fits_units && whole_lines && fits_lines && (options.lines || !fits_packets))
+      path.kind = DirectPath::Kind::lines;
+    else if (bytes != 0 && fits_units && fits_packets)
+      path.kind = DirectPath::Kind::packets;
+    return path;
+  }
+  if (options.algorithm == "direct_two_shot" && call.collective == Collective::all_to_all) {
+    path.kind = DirectPath::Kind::exchange;
+    return path;
+  }
+  if (options.algorithm != "direct_two_shot" || !is_two_shot(call.collective)) return path;
+  const bool gathers = call.collective != Collective::all_gather;
+  const bool spreads = call.collective != Collective::reduce_scatter;
+  const u64 whole = (call.collective == Collective::all_reduce       ? call.count
+                     : call.collective == Collective::reduce_scatter ? call.in.total(n)
+                                                                     : call.out.total(n)) *
+                    e;
+  if (whole == 0) return path;
+  path.kind = DirectPath::Kind::two_shot;
+  if (gathers && options.pull) path.input = segment_of(call.input, whole);
+  if (spreads) path.output = segment_of(call.output, whole);
+  path.gather = !gathers ? Gather::none : path.input != nullptr ? Gather::pull : Gather::push;
+  path.spread = !spreads ? Spread::none : path.output != nullptr ? Spread::write : Spread::push;
+  return path;
+}
+
+bool DeviceCommunicator::Impl::launch_direct(const DirectPath& path, const Call& call,
+                                             const DeviceOptions& options, const CallHead& head,
+                                             const Arithmetic& arithmetic, cudaStream_t used) {
+  if (path.kind == DirectPath::Kind::none) return false;
+  if (path.kind == DirectPath::Kind::two_shot) {
+    launch_share_kernel(path, call, options, head, arithmetic, used);
+    return true;
+  }
+  if (path.kind == DirectPath::Kind::exchange) {
+    launch_pairs(call, options, head, used);
+    return true;
+  }
+  OneShotCall c{};
+  c.world = world;
+  c.head = head;
+  c.arithmetic = arithmetic;
+  c.input = input_of(call);
+  c.output = output_of(call);
+  c.bytes = call.count * arithmetic.element;
+  c.lines = path.kind == DirectPath::Kind::lines;
+  const u64 units = (c.bytes + 7) / 8;
+  const u64 threads = c.lines ? (units + kLineUnits - 1) / kLineUnits * kLineThreads : units;
+  // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
+  int most = std::min(kOneShotBlocks, one_shot_blocks);
+  if (config.max_blocks > 0) most = std::min(most, config.max_blocks);
+  if (options.blocks > 0) most = std::min(most, options.blocks);
+  const int grid = static_cast<int>(std::min<u64>(most, (threads + kThreads - 1) / kThreads));
+  check_cuda(static_cast<cudaError_t>(launch_one_shot(c, grid, used)), "launching a kernel");
+  return true;
+}
+
+void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const Call& call,
+                                                   const DeviceOptions& options,
+                                                   const CallHead& head,
+                                                   const Arithmetic& arithmetic,
+                                                   cudaStream_t used) {
+  const int n = config.nranks;
+  const u64 e = arithmetic.element;
+  TwoShotCall c{};
+  c.world = world;
+  c.head = head;
+  c.arithmetic = arithmetic;
+  c.gather = path.gather;
+  c.spread = path.spread;
+  c.input_is_share = call.collective == Collective::all_gather;
+  c.output_is_share = call.collective == Collective::reduce_scatter;
+  c.input = input_of(call);
+  c.output = output_of(call);
+  for (int q = 0; q < n; ++q) {
+    if (path.input != nullptr)
+      c.inputs[q] = path.input->memory->all()[q] + (c.input - path.input->memory->own());
+    if (path.output != nullptr)
+      c.outputs[q] = path.output->memory->all()[q] + (c.output - path.output->memory->own());
+  }
+  u64 longest = 0;
+  if (call.collective == Collective::all_reduce) {
+    const u64 whole = call.count * e, each = rounded((whole + n - 1) / n, 128);
+    for (int q = 0; q < n; ++q) {
+      const u64 begin = std::min(whole, q * each);
+      c.share[q] = {begin, std::min(each, whole - begin)};
+    }
+    longest = each;
+  } else {
+    const Blocks& blocks_of = c.output_is_share ? call.in : call.out;
+    for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};
+    longest = blocks_of.longest(n) * e;
+  }
+  const int most = options.blocks > 0 ? std::min(options.blocks, blocks) : blocks;
+  const u64 wanted = std::max<u64>(1, longest / kMinBlockBytes);
+  const int grid = static_cast<int>(std::min<u64>(static_cast<u64>(most), wanted));
+  c.block_bytes = std::max<u64>(128, rounded((longest + grid - 1) / grid, 128));
+  if (c.gather != Gather::push && c.spread != Spread::push) {
+    c.chunk_bytes = c.block_bytes;
+  } else {
+    c.chunk_bytes = std::min(c.block_bytes, u64{world.geometry.slot_bytes});
+    if (options.chunk != 0) c.chunk_bytes = std::min(c.chunk_bytes, rounded(options.chunk, 128));
+  }
+  c.chunks = static_cast<u32>((c.block_bytes + c.chunk_bytes - 1) / c.chunk_bytes);
+  check_cuda(static_cast<cudaError_t>(launch_two_shot(c, grid, used)), "launching a kernel");
+}
+
+void DeviceCommunicator::Impl::launch_pairs(const Call& call, const DeviceOptions& options,
+                                            const CallHead& head, cudaStream_t used) {
+  const u64 e = size_of(call.dtype);
+  ExchangeCall c{};
+  c.world = world;
+  c.head = head;
+  c.input = input_of(call);
+  c.output = output_of(call);
+  for (int q = 0; q < config.nranks; ++q) {
+    c.send[q] = {call.in.offset(q) * e, call.in.length(q) * e};
+    c.receive[q] = {call.out.offset(q) * e, call.out.length(q) * e};
+  }
+  const u64 longest = std::max(call.in.longest(config.nranks), call.out.longest(config.nranks)) * e;
+  // Ranks do not know each other's lengths, but all must take as many blocks.
+  int grid = options.blocks > 0 ? std::min(options.blocks, blocks) : blocks;
+  if (!call.in.is_table())
+    grid = static_cast<int>(std::clamp<u64>(longest / kMinBlockBytes, 1, static_cast<u64>(grid)));
+  c.chunk_bytes = std::min(kExchangeChunkBytes, u64{world.geometry.slot_bytes});
+  const u64 most = rounded((longest + grid - 1) / grid, 128);
+  c.chunks = static_cast<u32>((most + c.chunk_bytes - 1) / c.chunk_bytes);
+  check_cuda(static_cast<cudaError_t>(launch_exchange(c, grid, used)), "launching a kernel");
+}
+
+}  // namespace collectives

@@ -1,0 +1,113 @@
+// What a rank's end of the GPU engine consists of. Its functions are in cuda_communicator.cpp
+// (set-up, errors), cuda_calls.cpp (calls) and cuda_symmetric.cpp (symmetric buffers).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda_call.hpp"
+#include "cuda_memory.hpp"
+#include "cuda_watch.hpp"
+#include "device.hpp"
+#include "region.hpp"
+#include "schedule.hpp"
+
+namespace collectives {
+namespace device {
+
+// A program in device memory.
+struct Uploaded {
+  std::shared_ptr<const RankProgram> program;
+  int nchunks = 1;
+  bool forwards = false;  // all_to_all: blocks pass through ranks that they are not for
+  void* memory = nullptr;
+  const Step* steps = nullptr;
+  const Piece* pieces = nullptr;
+  std::vector<ChannelRange> channels;
+};
+
+// A symmetric buffer: this rank's memory and its peers' mappings.
+struct Segment {
+  std::uint64_t id = 0, bytes = 0;
+  std::unique_ptr<Arenas> memory;
+};
+
+// Which kernel made by hand does a call, if any, and which symmetric buffers it uses.
+struct DirectPath {
+  enum class Kind { none, packets, lines, two_shot, exchange };
+  Kind kind = Kind::none;
+  Gather gather = Gather::none;
+  Spread spread = Spread::none;
+  const Segment *input = nullptr, *output = nullptr;
+
+  std::string place(const Call& call) const;  // in words
+};
+
+}  // namespace device
+
+struct DeviceCommunicator::Impl {
+  using ProgramKey = std::tuple<std::string, Collective, int, Order>;
+
+  explicit Impl(const DeviceConfig& c);
+  ~Impl();
+
+  void run(const Call& call, const DeviceOptions& options, cudaStream_t stream);
+  void close();
+  void abort(const std::string& reason);
+  void died(int rank, pid_t process);
+  // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
+  void check(bool before_call);
+  const device::Uploaded& uploaded(const ProgramKey& key);
+  // The symmetric buffer that `bytes` bytes at an address lie in, or none.
+  const device::Segment* segment_of(const void* address, device::u64 bytes) const;
+  unsigned char* scratch(std::uint64_t bytes);
+  Signature sign(const Call& call, const DeviceOptions& options,
+                 const device::DirectPath& direct) const;
+  void follow(cudaStream_t stream);
+  void leave_mark(cudaStream_t stream);
+  device::DirectPath direct_path(const Call& call, const DeviceOptions& options) const;
+  // False if there is none.
+  bool launch_direct(const device::DirectPath& path, const Call& call, const DeviceOptions& options,
+                     const device::CallHead& head, const device::Arithmetic& arithmetic,
+                     cudaStream_t stream);
+  void launch_share_kernel(const device::DirectPath& path, const Call& call,
+                           const DeviceOptions& options, const device::CallHead& head,
+                           const device::Arithmetic& arithmetic, cudaStream_t stream);
+  void launch_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
+                    cudaStream_t stream);
+  void launch_program(const Call& call, const DeviceOptions& options, const device::CallHead& head,
+                      const device::Arithmetic& arithmetic, cudaStream_t stream);
+
+  DeviceConfig config;
+  int blocks = 0;            // of kernels whose blocks speak with their like on all ranks
+  int one_shot_blocks = 0;   // of one-shot kernels: as many as run at a time
+  bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
+  cudaStream_t stream = nullptr;  // private: set-up only
+  cudaEvent_t last_event = nullptr;
+  cudaStream_t last_stream = nullptr;
+  unsigned long long last_capture = 0;  // id of the capture that the last call went to, 0: none
+  bool recorded = false;
+  device::Control* control = nullptr;
+  std::unique_ptr<device::Arenas> arenas;
+  device::DeviceWorld world{};
+  Signature last_signature;
+  std::map<ProgramKey, device::Uploaded> programs;
+  std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined;
+  std::map<std::uint64_t, device::Segment> segments;  // symmetric buffers
+  std::unique_ptr<device::Segment> made;              // until open_segment()
+  std::vector<void*> scratches;  // the last is in use; captured graphs may hold earlier ones
+  std::uint64_t scratch_bytes = 0;
+  std::mutex reason_mutex;
+  std::string abort_reason;
+  bool closed = false;
+  std::unique_ptr<device::ProcessWatch> watch;  // of the ranks that are other processes
+};
+
+}  // namespace collectives

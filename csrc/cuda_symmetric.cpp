@@ -1,0 +1,42 @@
+// Symmetric buffers: device memory of equal size on every rank, which all ranks have mapped.
+#include "cuda_engine.hpp"
+
+namespace collectives {
+
+using namespace device;
+
+std::string DeviceCommunicator::make_segment(std::uint64_t bytes) {
+  Impl& m = *impl_;
+  m.check(true);
+  const WhileCapturing relaxed;
+  const OnDevice current(m.config.device);
+  auto made = std::make_unique<Segment>();
+  made->bytes = bytes;
+  made->memory = std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device);
+  made->memory->allocate(bytes, m.stream);
+  std::string handle = made->memory->handle();
+  m.made = std::move(made);
+  return handle;
+}
+
+std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
+                                                const std::vector<std::string>& handles) {
+  Impl& m = *impl_;
+  const WhileCapturing relaxed;
+  const OnDevice current(m.config.device);
+  if (m.made == nullptr) throw Error(ErrorKind::invalid, "open_segment() without make_segment()");
+  m.made->id = id;
+  m.made->memory->map(handles);
+  const auto at = reinterpret_cast<std::uintptr_t>(m.made->memory->own());
+  m.segments[id] = std::move(*m.made);
+  m.made.reset();
+  return at;
+}
+
+void DeviceCommunicator::release_segment(std::uint64_t id) {
+  const WhileCapturing relaxed;
+  const OnDevice current(impl_->config.device);
+  impl_->segments.erase(id);
+}
+
+}  // namespace collectives

@@ -1,0 +1,215 @@
+// direct_two_shot by hand: all_reduce, reduce_scatter and all_gather, where every rank owns a share
+// of the array, combines it, and gives it to all.
+//
+//   gather    each rank gets the others' copies of its share: they push them into its FIFOs, or it
+//             pulls them out of their arrays (symmetric ones)
+//   combine   in rank order, rounded once: to its own output, and
+//   spread    into all peers' FIFOs, from where they copy it; or right into their arrays
+//   (symmetric)
+//
+// reduce_scatter has no spread, all_gather no gather. A share is cut over the blocks, and what a
+// block has over chunks of a FIFO's slot; they are pushed ahead of what is combined:
+//
+//   push 0, push 1, agree, { combine j, push j + 2, collect j - 1 } ..., collect the last
+//
+// Messages are consumed in the order in which they were sent, and a message is sent only when those
+// that its receiver needs before it are on their way, so FIFOs of two slots would do.
+//
+// Nothing is written to a user's array before all ranks agree. Where peers read or write each
+// other's arrays, an empty message to each at the end says that a rank is done with them.
+//
+// Cost: two crossings of the link, about 6 µs with the start; 2 (n - 1) / n S bytes sent; none are
+// copied twice on the link. Through FIFOs each byte is also written to and read from own memory.
+#include "cuda_call.hpp"
+#include "fifo.cuh"
+#include "jobs.cuh"
+#include "launch.cuh"
+
+namespace collectives::device {
+namespace {
+
+struct Shared {
+  Job combine[2];  // of this chunk, and of the next
+  FifoNumbers numbers;
+};
+
+// Made for each of the accumulators whose speed counts, and once for any other (void).
+template <class A>
+class TwoShot : public FifoEnds {
+ public:
+  __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
+      : FifoEnds(call.world, epoch, shared.numbers),
+        call_(call),
+        shared_(shared),
+        pushes_(call.gather == Gather::push),
+        spreads_(call.spread == Spread::push),
+        reduce_(nullptr) {
+    if constexpr (__is_same(A, void))
+      if (call.gather != Gather::none) reduce_ = reduce_job_of(call.arithmetic.reducer);
+  }
+
+  __device__ bool run(const Entry& entry) {
+    if (threadIdx.x == kThreads - 1) prepare(0);
+    if (pushes_ && !(push(0) && push(1))) return false;
+    // Room for the last message, where it is the only one.
+    const bool alone = !pushes_ && !spreads_;
+    if (!agree(world_, call_.head, entry, alone && !has_room())) return false;
+    for (u32 j = 0; j < call_.chunks; ++j) {
+      if (!combine(j)) return false;
+      if (pushes_ && !push(j + 2)) return false;
+      if (spreads_ && j > 0 && !collect(j - 1)) return false;
+    }
+    if (spreads_ && !collect(call_.chunks - 1)) return false;
+    if (call_.gather != Gather::pull && call_.spread != Spread::write) return true;
+    return (alone || wait(true, false)) && part();
+  }
+
+ private:
+  // Chunk c of what this block has of a rank's share.
+  struct Span {
+    u64 begin, bytes;
+  };
+  __device__ Span span(int owner, u32 c) const {
+    const u64 all = call_.share[owner].bytes;
+    const u64 from = min(all, u64(block_) * call_.block_bytes);
+    const u64 to = min(all, from + call_.block_bytes);
+    const u64 begin = min(to, from + u64(c) * call_.chunk_bytes);
+    return {begin, min(to - begin, call_.chunk_bytes)};
+  }
+  // Where a share begins in the inputs and outputs of all ranks.
+  __device__ u64 input_at(int owner) const {
+    return call_.input_is_share ? 0 : call_.share[owner].begin;
+  }
+  __device__ u64 output_at(int owner) const {
+    return call_.output_is_share ? 0 : call_.share[owner].begin;
+  }
+  // Each peer's share, of this rank's array, to its owner.
+  __device__ bool push(u32 c) {
+    if (c >= call_.chunks) return true;
+    if (!wait(true, false)) return false;
+    for (int k = 1; k < world_.nranks; ++k) {
+      const int q = (world_.rank + k) % world_.nranks;
+      const Span s = span(q, c);
+      copy_bytes(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
+    }
+    tell(true, false);
+    return true;
+  }
+
+  // This rank's share: all contributions, in rank order.
+  __device__ bool combine(u32 c) {
+    // The next one's job, by a thread of another warp than those that wait.
+    if (threadIdx.x == kThreads - 1 && c + 1 < call_.chunks) prepare(c + 1);
+    if ((spreads_ || pushes_) && !wait(spreads_, pushes_)) return false;
+    const Job& job = shared_.combine[c & 1];
+    if (job.bytes != 0 && job.ndst != 0) {
+      if (call_.gather == Gather::none) {
+        copy_job(job);
+      } else if constexpr (__is_same(A, void)) {
+        reduce_(job, call_.arithmetic);
+      } else {
+        reduce<A>(job, call_.arithmetic);
+      }
+    }
+    tell(spreads_, pushes_);
+    return true;
+  }
+  __device__ void prepare(u32 c) {
+    const int rank = world_.rank;
+    const Span s = span(rank, c);
+    // Of the messages that are pushed and spread in turn (see above), those of chunk c.
+    const u32 taken = spreads_ && c > 0 ? 2 * c - 1 : c;
+    const u32 given = pushes_ ? min(c + 2, call_.chunks) + c : c;
+    Job& job = shared_.combine[c & 1];
+    job.nsrc = job.ndst = 0;
+    job.bytes = s.bytes;
+    job.divisor = call_.arithmetic.divisor;
+    job.scaled = call_.arithmetic.scaled ? (1u << world_.nranks) - 1 : 0;
+    const unsigned char* const own = call_.input + input_at(rank) + s.begin;
+    for (int q = 0; q < world_.nranks; ++q) {
+      if (q == rank) {
+        job.src[job.nsrc++] = own;
+      } else if (pushes_) {
+        job.src[job.nsrc++] = slot_here(q, taken);
+      } else if (call_.gather == Gather::pull) {
+        job.src[job.nsrc++] = call_.inputs[q] + input_at(rank) + s.begin;
+      }
+    }
+    unsigned char* const out = call_.output + output_at(rank) + s.begin;
+    if (call_.gather != Gather::none || out != own) job.dst[job.ndst++] = out;
+    if (call_.spread == Spread::none) return;
+    for (int k = 1; k < world_.nranks; ++k) {
+      const int q = (rank + k) % world_.nranks;
+      job.dst[job.ndst++] =
+          spreads_ ? slot_there(q, given) : call_.outputs[q] + output_at(rank) + s.begin;
+    }
+  }
+
+  // The peers' shares, out of their messages.
+  __device__ bool collect(u32 c) {
+    if (!wait(false, true)) return false;
+    for (int k = 1; k < world_.nranks; ++k) {
+      const int q = (world_.rank + world_.nranks - k) % world_.nranks;
+      const Span s = span(q, c);
+      copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
+    }
+    tell(false, true);
+    return true;
+  }
+
+  // All ranks are done with each other's arrays. (There is room for a message.)
+  __device__ bool part() {
+    tell(true, false);
+    if (!wait(false, true)) return false;
+    tell(false, true);
+    return true;
+  }
+
+  const TwoShotCall& call_;
+  Shared& shared_;
+  bool pushes_, spreads_;  // through FIFOs
+  ReduceJob reduce_;
+};
+
+template <class A>
+__global__ void __launch_bounds__(kThreads, 1)
+    two_shot_kernel(const __grid_constant__ TwoShotCall call) {
+  __shared__ Shared shared;
+  const Entry entry = enter(call.world);
+  TwoShot<A> strand(call, entry.epoch, shared);
+  strand.load();
+  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run(entry)) strand.keep();
+  finish_call(call.world, entry.epoch);
+}
+
+using Kernel = void (*)(TwoShotCall);
+
+Kernel kernel_of(const TwoShotCall& call) {
+  if (call.arithmetic.reducer.op == static_cast<u32>(Combine::sum)) {
+    switch (static_cast<Format>(call.arithmetic.reducer.format)) {
+      case Format::float32:
+        return two_shot_kernel<Float32Sum>;
+      case Format::bfloat16:
+        return two_shot_kernel<Bfloat16Sum>;
+      case Format::float16:
+        return two_shot_kernel<Float16Sum>;
+      default:
+        break;
+    }
+  }
+  return two_shot_kernel<void>;
+}
+
+}  // namespace
+
+int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
+  return launch(kernel_of(call), {blocks, kThreads}, stream, call);
+}
+
+int two_shot_residency(int* blocks) {
+  return residency_of<TwoShotCall>({two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>,
+                                    two_shot_kernel<Float16Sum>, two_shot_kernel<void>},
+                                   blocks);
+}
+
+}  // namespace collectives::device

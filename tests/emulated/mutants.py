@@ -1,0 +1,118 @@
+"""Negative controls: builds the core with kernels that lack something they need, and runs a few
+tests, which must fail: `mutants.py BUILD`.
+
+BUILD is a build directory made with COLLECTIVES_CUDA=EMULATED; each mutant is built there, from a
+changed copy of the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "packets with a flag beside one half only", "direct_one_shot.cu",
+        "return p.low_flag == flag && p.high_flag == second;", "return p.high_flag == second;",
+        "test_one_shot and packets-3",
+    ),
+    Mutant(
+        "packets with one buffer for all calls", "direct_one_shot.cu",
+        "const int parity = static_cast<int>(epoch & 1), n = world.nranks, rank = world.rank;\n"
+        "  const u32 flag",
+        "const int parity = 0, n = world.nranks, rank = world.rank;\n  const u32 flag",
+        "test_hurried and one_shot",
+    ),
+    Mutant(
+        "lines that do not look at the flag", "direct_one_shot.cu",
+        "return seen == flag;", "return true;", "test_one_shot and lines-3",
+    ),
+    Mutant(
+        "messages taken before they have come", "fifo.cuh",
+        "return u32(seen) == number + 1;", "return true;", "test_two_shot and push-any-3",
+    ),
+    Mutant(
+        "messages written over those not yet taken", "fifo.cuh",
+        "return number - u32(seen) < u32(kDepth);", "return true;", "test_one_way",
+    ),
+    Mutant(
+        "a message told before its block has written it", "fifo.cuh",
+        "    __syncthreads();\n    sent_ += sent;", "    sent_ += sent;",
+        "test_two_shot and push-any-3",
+    ),
+    Mutant(
+        "no waiting for ranks that still read or write", "direct_two_shot.cu",
+        "return (alone || wait(true, false)) && part();", "return true;",
+        "test_hurried and symmetric",
+    ),
+    Mutant(
+        "calls that do not look at each other's signature", "signal.cuh",
+        "if (u32(word >> 32) != u32(epoch) || u32(word) == head.hash) return false;",
+        "return false;", "test_symmetric_buffers or test_pairs",
+    ),
+)  # fmt: skip
+
+
+def build(directory: Path) -> None:
+    subprocess.run(
+        ["cmake", "--build", str(directory), "--target", "_core"],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def survives(mutant: Mutant, directory: Path, kernels: Path) -> bool:
+    path = kernels / mutant.file
+    source = path.read_text()
+    if source.count(mutant.before) < 1:
+        raise SystemExit(f"{mutant.name}: {mutant.file} has no\n{mutant.before}")
+    path.write_text(source.replace(mutant.before, mutant.after))
+    try:
+        build(directory)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests/emulated/run.py"), str(directory), "-q", "-x",
+             "-p", "no:cacheprovider", "tests/gpu/test_direct.py", "-k", mutant.tests],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    finally:
+        path.write_text(source)
+    if done.returncode not in (0, 1) and "segmentation" not in done.stdout.lower():
+        raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout}")
+    return done.returncode == 0
+
+
+def main() -> None:
+    directory = Path(sys.argv[1]).resolve()
+    kernels = directory / "mutant-kernels"
+    shutil.rmtree(kernels, ignore_errors=True)
+    shutil.copytree(ROOT / "kernels", kernels)
+    subprocess.run(
+        ["cmake", "-S", str(ROOT), "-B", str(directory), f"-DCOLLECTIVES_KERNELS={kernels}"],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.environ.setdefault("EMULATED_THIN", "4")
+    alive = []
+    for mutant in MUTANTS:
+        lives = survives(mutant, directory, kernels)
+        print(f"{'NOT NOTICED' if lives else 'noticed':12} {mutant.name}", flush=True)
+        if lives:
+            alive.append(mutant.name)
+    if alive:
+        raise SystemExit(f"{len(alive)} of {len(MUTANTS)} mutants pass the tests")
+
+
+main()

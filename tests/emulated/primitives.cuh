@@ -1,0 +1,75 @@
+// kernels/nvidia/primitives.cuh for a host compiler: the same names, with the same memory orders.
+#pragma once
+
+#include <chrono>
+
+#include "cuda_call.hpp"
+
+namespace collectives::device {
+
+inline void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+
+// Only halves of 8 bytes arrive together, and in any order: the second half goes first, and others
+// take their turn before the first goes.
+struct Packet {
+  u32 low, low_flag, high, high_flag;
+};
+inline void store_packet(Packet* p, u64 data, u32 flag, u32 second) {
+  u64* const halves = reinterpret_cast<u64*>(p);
+  __atomic_store_n(&halves[1], data >> 32 | u64(second) << 32, __ATOMIC_RELAXED);
+  emulated::poll();
+  __atomic_store_n(&halves[0], (data & 0xffffffffu) | u64(flag) << 32, __ATOMIC_RELAXED);
+}
+inline Packet load_packet(const Packet* p) {
+  const u64* const halves = reinterpret_cast<const u64*>(p);
+  const u64 low = __atomic_load_n(&halves[0], __ATOMIC_RELAXED);
+  const u64 high = __atomic_load_n(&halves[1], __ATOMIC_RELAXED);
+  return {u32(low), u32(low >> 32), u32(high), u32(high >> 32)};
+}
+
+// A line arrives as a whole: its flag is stored last and loaded first.
+struct alignas(128) Line {
+  u64 word[16];
+};
+struct LinePart {
+  u64 low, high;
+};
+inline void store_line(Line* line, int lane, u32 together, const LinePart& part) {
+  u64* const words = &line->word[lane * 2];
+  if (lane != 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELAXED);
+  __atomic_store_n(&words[0], part.low, __ATOMIC_RELAXED);
+  __syncwarp(together);
+  if (lane == 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELEASE);
+}
+inline LinePart load_line(const Line* line, int lane, u32 together) {
+  const u64* const words = &line->word[lane * 2];
+  LinePart part{0, 0};
+  if (lane == 7) part.high = __atomic_load_n(&words[1], __ATOMIC_ACQUIRE);
+  __syncwarp(together);
+  part.low = __atomic_load_n(&words[0], __ATOMIC_RELAXED);
+  if (lane != 7) part.high = __atomic_load_n(&words[1], __ATOMIC_RELAXED);
+  return part;
+}
+
+inline u64 clock_ns() {
+  return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                              std::chrono::steady_clock::now().time_since_epoch())
+                              .count());
+}
+inline void poll_again() { emulated::poll(); }
+
+inline float float_of_half_bits(u32 half) {
+  return static_cast<float>(emulated_bits<_Float16>(static_cast<unsigned short>(half)));
+}
+inline u32 half_bits_of_float(float value) {
+  return emulated_bits<unsigned short>(static_cast<_Float16>(value));
+}
+
+}  // namespace collectives::device

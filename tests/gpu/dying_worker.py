@@ -1,0 +1,47 @@
+"""Ranks that are processes, of which the last is killed: `dying_worker.py GPUS ALGORITHM`. The
+others write what they raise and how long after; then they still use their GPUs.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import cupy
+import numpy as np
+from on_device import OnDevice
+
+import collectives as cc
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, when it sees the death
+    comm = cc.init(timeout=60)
+    proxy = OnDevice(comm, comm.rank % int(sys.argv[1]))
+    x = np.ones(20_000, np.float32)
+    assert proxy.all_reduce(x, algorithm=sys.argv[2])[0] == comm.size
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    array = cupy.ndarray((20_000,), cupy.float32, cupy.cuda.MemoryPointer(proxy.memory.mem, 0))
+    try:
+        with proxy.stream:
+            comm.all_reduce(array, algorithm=sys.argv[2])
+        comm.synchronize()
+    except cc.CollectiveError as error:
+        seconds = time.monotonic() - began
+        first = f"rank {comm.rank}: {type(error).__name__} after {seconds:.1f} s: {error}\n"
+    else:
+        first = f"rank {comm.rank}: nothing raised\n"
+    proxy.copy(proxy.memory.ptr, x.ctypes.data, x.nbytes, 1)
+    try:
+        comm.all_reduce(array)
+        second = f"rank {comm.rank}: nothing raised\n"
+    except cc.CollectiveError as error:
+        second = f"rank {comm.rank}: again {type(error).__name__}\n"
+    os.write(1, (first + second).encode())
+    os._exit(1)
+
+
+main()
