@@ -164,8 +164,9 @@ class DeviceEngine:
         stream: int,
         nbytes: int = 0,
     ) -> None:
-        """Puts a call of `nbytes` bytes (alike on all ranks) on a stream. Raises what a peer told on
-        the host, after ending the kernels that wait for it.
+        """Puts a call of `nbytes` bytes (alike on all ranks) on a stream.
+
+        Raises what a peer told on the host, after ending the kernels that wait for it.
         """
         how = device_launch(algorithm, nbytes, self._bootstrap.size)
         try:

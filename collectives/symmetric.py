@@ -79,7 +79,10 @@ class SymmetricMemory:
         return from_pointer(pointer, shape, name, owner=owner, kind=kind)
 
     def _ask(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        return [json.loads(b) for b in self._bootstrap.all_gather(json.dumps(mine).encode(), what="empty")]
+        return [
+            json.loads(b)
+            for b in self._bootstrap.all_gather(json.dumps(mine).encode(), what="empty")
+        ]
 
     @staticmethod
     def _raise_failures(answers: list[dict[str, Any]]) -> None:
