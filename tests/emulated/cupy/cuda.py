@@ -169,7 +169,21 @@ class runtime:
 
     @staticmethod
     def getDeviceProperties(device: int) -> dict[str, Any]:
-        return {"name": f"emulated GPU {device}".encode()}
+        return {
+            "name": f"emulated GPU {device}".encode(),
+            "totalGlobalMem": 1 << 30,
+            "multiProcessorCount": 1,
+            "major": 9,
+            "minor": 0,
+        }
+
+    @staticmethod
+    def deviceGetPCIBusId(device: int) -> str:
+        return f"0000:{device:02x}:00.0"
+
+    @staticmethod
+    def deviceCanAccessPeer(device: int, peer: int) -> int:
+        return int(device != peer)
 
     @staticmethod
     def driverGetVersion() -> int:
