@@ -174,8 +174,13 @@ class DeviceEngine:
                 comm, arguments, algorithm, stream, how.blocks, how.chunk, how.lines, how.pull
             )
         except (MismatchError, AbortedError, PeerDiedError) as error:
-            self.core.abort(str(error))
+            self._pass_on(error)
             raise
+
+    def _pass_on(self, error: CollectiveError) -> None:
+        """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""
+        died, differ = isinstance(error, PeerDiedError), isinstance(error, MismatchError)
+        self.core.abort(str(error), "peer_died" if died else "mismatch" if differ else "aborted")
 
     def idle(self) -> bool:
         """True when all calls so far have ended. Raises what went wrong in them, and what a peer
@@ -186,7 +191,7 @@ class DeviceEngine:
         try:
             self.host.look()
         except CollectiveError as error:
-            self.core.abort(str(error))
+            self._pass_on(error)
             raise
         return False
 

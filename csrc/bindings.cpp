@@ -630,7 +630,16 @@ PYBIND11_MODULE(_core, m) {
           py::arg("pull") = false)
       .def("check", &DeviceCommunicator::check)
       .def("idle", &DeviceCommunicator::idle)
-      .def("abort", &DeviceCommunicator::abort, Unlocked())
+      // `kind`: as in name_of().
+      .def(
+          "abort",
+          [](DeviceCommunicator& device, const std::string& reason, const std::string& kind) {
+            ErrorKind why = ErrorKind::aborted;
+            for (const ErrorKind each : {ErrorKind::peer_died, ErrorKind::mismatch})
+              if (kind == name_of(each)) why = each;
+            device.abort(reason, why);
+          },
+          py::arg("reason"), py::arg("kind") = name_of(ErrorKind::aborted), Unlocked())
       .def("close", &DeviceCommunicator::close, Unlocked());
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.

@@ -31,7 +31,8 @@ enum class Leave : u32 {
   deadline,
   aborted,    // this rank's host said so
   peer_left,  // a peer gave up; `seen` holds its reason
-  peer_died   // this rank's host said so: a peer's process has ended
+  peer_died,  // this rank's host said so: a peer's process has ended
+  differ      // this rank's host said so: the ranks are in different calls
 };
 enum class Phase : u32 { none, arrival, message, slot, packet };
 

@@ -90,7 +90,10 @@ void DeviceCommunicator::Impl::check(bool before_call) {
   // A peer that has ended is no matter if all calls with it have.
   if (why == Leave::none || (why == Leave::peer_died && !before_call)) return;
   std::lock_guard lock(reason_mutex);
-  throw Error(why == Leave::peer_died ? ErrorKind::peer_died : ErrorKind::aborted, abort_reason);
+  throw Error(why == Leave::peer_died ? ErrorKind::peer_died
+              : why == Leave::differ  ? ErrorKind::mismatch
+                                      : ErrorKind::aborted,
+              abort_reason);
 }
 
 // Called by the watch's thread. Kernels that wait for the dead rank leave, and so do those that
@@ -104,19 +107,30 @@ void DeviceCommunicator::Impl::died(int rank, pid_t process) {
 }
 
 // Kernels of this rank look at the abort word; peers that wait for a call that never comes look at
-// their poison.
-void DeviceCommunicator::Impl::abort(const std::string& reason) {
+// their poison. Who aborts because of something that was found before passes that on: a death stays
+// a death.
+void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind) {
   std::lock_guard lock(reason_mutex);
   if (control == nullptr) return;
   if (abort_reason.empty()) abort_reason = reason;
-  *static_cast<volatile u32*>(&control->abort) = static_cast<u32>(Leave::aborted);
+  volatile u32& word = control->abort;
+  auto why = static_cast<Leave>(word);
+  if (*static_cast<volatile u32*>(&control->record.state) != 0) {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    why = cause_of(control->record);
+  } else if (why == Leave::none) {
+    why = kind == ErrorKind::peer_died  ? Leave::peer_died
+          : kind == ErrorKind::mismatch ? Leave::differ
+                                        : Leave::aborted;
+  }
+  word = static_cast<u32>(why);
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
-  const u32 word = (static_cast<u32>(Leave::aborted) << 16) | static_cast<u32>(config.rank + 1);
+  const u32 poison = (static_cast<u32>(why) << 16) | static_cast<u32>(config.rank + 1);
   for (int q = 0; q < config.nranks; ++q)
     if (q != config.rank && world.arena[q] != nullptr)
-      cudaMemcpyAsync(world.arena[q] + offsetof(State, poison), &word, sizeof word,
-                      cudaMemcpyDefault, stream);
+      cudaMemcpyAsync(world.arena[q] + offsetof(State, poison), &poison, sizeof poison,
+                      cudaMemcpyHostToDevice, stream);
 }
 
 // ---- the interface ------------------------------------------------------------------------------
@@ -253,7 +267,9 @@ bool DeviceCommunicator::idle() {
   return true;
 }
 
-void DeviceCommunicator::abort(const std::string& reason) { impl_->abort(reason); }
+void DeviceCommunicator::abort(const std::string& reason, ErrorKind kind) {
+  impl_->abort(reason, kind);
+}
 
 void DeviceCommunicator::close() { impl_->close(); }
 

@@ -60,7 +60,7 @@ struct DeviceCommunicator::Impl {
 
   void run(const Call& call, const DeviceOptions& options, cudaStream_t stream);
   void close();
-  void abort(const std::string& reason);
+  void abort(const std::string& reason, ErrorKind kind);
   void died(int rank, pid_t process);
   // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
   void check(bool before_call);

@@ -5,6 +5,11 @@
 
 namespace collectives::device {
 
+Leave cause_of(const Record& record) {
+  const auto leave = static_cast<Leave>(record.leave);
+  return leave == Leave::peer_left ? static_cast<Leave>(record.seen) : leave;
+}
+
 void raise_record(const Record& r, int rank, const std::string& last_call,
                   const std::string& abort_reason) {
   const auto leave = static_cast<Leave>(r.leave);
@@ -59,6 +64,7 @@ void raise_record(const Record& r, int rank, const std::string& last_call,
       text += peer + " gave up: ";
       switch (his) {
         case Leave::mismatch:
+        case Leave::differ:
           throw Error(ErrorKind::mismatch, text + "the ranks are in different calls");
         case Leave::aborted:
           throw Error(ErrorKind::aborted, text + "it was aborted");
@@ -68,6 +74,9 @@ void raise_record(const Record& r, int rank, const std::string& last_call,
           throw Error(ErrorKind::deadline, text + "a wait there ran out of time");
       }
     }
+    case Leave::differ:
+      throw Error(ErrorKind::mismatch,
+                  text + "left while it waited for " + where + ": " + abort_reason);
     case Leave::peer_died:
       throw Error(ErrorKind::peer_died,
                   text + "left while it waited for " + where + ": " + abort_reason);

@@ -83,8 +83,9 @@ class DeviceCommunicator {
   void check();
   // True when all calls so far have ended; throws as check() does.
   bool idle();
-  // Kernels that run or wait leave within milliseconds. Any thread.
-  void abort(const std::string& reason);
+  // Kernels that run or wait leave within milliseconds, here and at the peers, and raise `kind`:
+  // aborted, peer_died or mismatch. Any thread.
+  void abort(const std::string& reason, ErrorKind kind = ErrorKind::aborted);
   void close();
 
  private:

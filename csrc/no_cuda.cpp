@@ -38,7 +38,7 @@ void DeviceCommunicator::release_segment(std::uint64_t) { refuse(); }
 void DeviceCommunicator::run(const Call&, const DeviceOptions&, std::uintptr_t) { refuse(); }
 void DeviceCommunicator::check() { refuse(); }
 bool DeviceCommunicator::idle() { refuse(); }
-void DeviceCommunicator::abort(const std::string&) { refuse(); }
+void DeviceCommunicator::abort(const std::string&, ErrorKind) { refuse(); }
 void DeviceCommunicator::close() { refuse(); }
 
 }  // namespace collectives

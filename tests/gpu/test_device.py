@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,25 @@ def test_other_counts_raise_everywhere(count: int) -> None:
     assert any("in another call" in w for w in words)
     assert time.monotonic() - start < 15
     assert run_on(2, [0], lambda comm: comm.rank, timeout=20) == [0, 1]
+
+
+def test_a_mismatch_stays_one_for_who_comes_later() -> None:
+    """Two ranks differ, call again and so pass on what they know; the third reads no "aborted"."""
+    gave_up = threading.Barrier(3)
+
+    def body(comm: OnDevice) -> list[str]:
+        comm.comm.barrier = lambda **_: None  # type: ignore[method-assign]
+        words = []
+        for late in (False, True):
+            for _ in range(2 if (comm.rank == 2) == late else 0):
+                try:
+                    comm.all_reduce(np.ones(10 + comm.rank, np.float32))
+                except cc.MismatchError as error:
+                    words.append(str(error))
+            gave_up.wait(20)
+        return words
+
+    assert [len(words) for words in run_on(3, [0], body, timeout=20)] == [2, 2, 2]
 
 
 def test_a_missing_rank_is_a_deadline() -> None:
