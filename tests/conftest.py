@@ -10,6 +10,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 # The package refuses COLLECTIVES_ names that it does not know, so the tests keep theirs under
 # another one. (The workers of pytest-xdist inherit it so.)
 if mpich := os.environ.pop("COLLECTIVES_TEST_MPICH", ""):
@@ -22,3 +24,10 @@ if "TESTS_CACHE" not in os.environ:
     os.environ["TESTS_CACHE"] = tempfile.mkdtemp(prefix="collectives-tests-")
     atexit.register(shutil.rmtree, os.environ["TESTS_CACHE"], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ["TESTS_CACHE"]
+
+
+def pytest_collection_modifyitems(items):
+    # Workers of pytest-xdist must all find the same names.
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: the name of a test has an address in it")
