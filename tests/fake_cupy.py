@@ -318,7 +318,7 @@ class _Core:
     def close(self) -> None:
         pass
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, kind: str = "aborted") -> None:
         pass
 
 

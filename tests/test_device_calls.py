@@ -124,7 +124,7 @@ class Engine:
     def __init__(self, bootstrap, host, nodes, device, max_blocks=0):
         self.host, self.device, self.max_blocks = host, device, max_blocks
         self.place = f"cuda:{device}"
-        self.core = SimpleNamespace(close=lambda: None, abort=lambda reason: None)
+        self.core = SimpleNamespace(close=lambda: None, abort=lambda reason, kind="aborted": None)
         self.calls, self.waits = [], 0
 
     def run(self, comm, arguments, algorithm, stream, *more):
@@ -505,15 +505,15 @@ class _Kernels:
     """The core of an engine whose kernels wait for a peer."""
 
     def __init__(self):
-        self.reason = ""
+        self.reason = self.kind = ""
 
     def idle(self):
         if self.reason:
             raise cc.AbortedError(self.reason)
         return False
 
-    def abort(self, reason):
-        self.reason = reason
+    def abort(self, reason, kind="aborted"):
+        self.reason, self.kind = reason, kind
 
 
 @pytest.mark.parametrize("how", ["synchronize", "wait", "done"])
@@ -534,10 +534,11 @@ def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host(how):
                 work.wait(60)
             else:
                 comm.all_reduce(np.ones(4))
-        return engine.core.reason
+        return engine.core.kind, engine.core.reason
 
-    reasons = cc.run_threads(2, body, timeout=100)
-    assert "same side" in reasons[1] and not reasons[0]
+    on_host, on_gpu = cc.run_threads(2, body, timeout=100)
+    assert on_host == ("", "")
+    assert on_gpu[0] == "mismatch" and "same side" in on_gpu[1]
 
 
 def test_views_of_devices_say_where_they_are():
