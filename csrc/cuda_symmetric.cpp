@@ -28,6 +28,7 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
   m.made->id = id;
   m.made->memory->map(handles);
   const auto at = reinterpret_cast<std::uintptr_t>(m.made->memory->own());
+  m.prepared.clear();
   m.segments[id] = std::move(*m.made);
   m.made.reset();
   return at;
@@ -36,6 +37,7 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
 void DeviceCommunicator::release_segment(std::uint64_t id) {
   const WhileCapturing relaxed;
   const OnDevice current(impl_->config.device);
+  impl_->prepared.clear();
   impl_->segments.erase(id);
 }
 

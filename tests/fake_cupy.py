@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collectives import _core, array, calls, communicator
+from collectives import _core, array, calls
 from collectives.array import View
 from collectives.array import device as device_arrays
 
@@ -334,7 +334,7 @@ class Engine:
         self.place = f"cuda:{device}"
         self.bounds.append(max_blocks)
 
-    def run(self, comm: Any, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:
+    def run(self, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:
         assert stream == current().ptr
         self._bootstrap.barrier()
         current().advance(CALL_NS)
@@ -372,8 +372,7 @@ def install(monkeypatch: Any, gpus: int = 2) -> Any:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(_core, "device_count", lambda: (gpus, "" if gpus else "no GPU was found"))
     monkeypatch.setattr(device_arrays, "cuda_view", _cuda_view)
-    for module in (communicator, calls):
-        monkeypatch.setattr(module, "DeviceEngine", Engine)
+    monkeypatch.setattr(calls, "DeviceEngine", Engine)
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "NCCL_NVLS_ENABLE"):
         monkeypatch.setenv(name, "")  # so that what the commands set is taken back
         monkeypatch.delenv(name)

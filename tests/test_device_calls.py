@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives import _core, array, calls, communicator, device
+from collectives import _core, array, calls, device
 from collectives.array import View, stream_of
 from collectives.array import device as device_arrays
 from collectives.errors import ArrayTypeError
@@ -127,7 +127,7 @@ class Engine:
         self.core = SimpleNamespace(close=lambda: None, abort=lambda reason, kind="aborted": None)
         self.calls, self.waits = [], 0
 
-    def run(self, comm, arguments, algorithm, stream, *more):
+    def run(self, arguments, algorithm, stream, *more):
         self.calls.append((_core.collectives[arguments[0]], algorithm, stream))
 
     def wait(self, timeout):
@@ -138,7 +138,6 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     """Device arrays are accepted, and their calls go to `Engine`."""
-    monkeypatch.setattr(communicator, "DeviceEngine", Engine)
     monkeypatch.setattr(calls, "DeviceEngine", Engine)
     look = device_arrays.cuda_view
 
@@ -345,9 +344,9 @@ def test_a_jax_array_on_a_gpu_is_read_and_a_new_one_comes_back(on_gpu, monkeypat
     def body(comm):
         run = comm._device.run
 
-        def noted(core, arguments, algorithm, stream, *more):
+        def noted(arguments, algorithm, stream, *more):
             seen.update(input=arguments[4], output=arguments[5], stream=stream)
-            run(core, arguments, algorithm, stream, *more)
+            run(arguments, algorithm, stream, *more)
 
         comm._device.run = noted
         got = comm.all_reduce(x)
