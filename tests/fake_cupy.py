@@ -120,6 +120,8 @@ class ndarray:
         self.dtype, self.memptr = np.dtype(dtype), memptr
         assert self.dtype.type.__module__ == "numpy", f"cupy has no {dtype}"
         self.device, self.shape = Device(memptr.mem.device_id), shape
+        # Looked at through the interface, then, and so by what `install` puts in place of that.
+        self.flags = types.SimpleNamespace(c_contiguous=False)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -363,6 +365,7 @@ def install(monkeypatch: Any, gpus: int = 2) -> Any:
     Graph.launches = 0
     for each in (Stream, Event, Device, UnownedMemory, MemoryPointer):
         setattr(cuda, each.__name__, each)
+    cuda.get_current_stream = current  # type: ignore[attr-defined]
     cuda.alloc = Allocation  # type: ignore[attr-defined]
     cuda.runtime = Runtime(gpus)  # type: ignore[attr-defined]
     cuda.nccl = nccl  # type: ignore[attr-defined]
