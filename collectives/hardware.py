@@ -21,7 +21,7 @@ def cpu_model() -> str:
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
             return value.strip()
-    return platform.processor() or platform.machine()
+    return platform.machine()
 
 
 class NumaNode(NamedTuple):

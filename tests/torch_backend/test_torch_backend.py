@@ -65,10 +65,15 @@ def test_a_rank_dies() -> None:
     ("launcher", "n"), [("torchrun", 2), pytest.param("openmpi", 2, marks=pytest.mark.mpi),
                         pytest.param("mpich", 2, marks=pytest.mark.mpi)]
 )  # fmt: skip
-def test_launchers(launcher: str, n: int) -> None:
+def test_launchers(launcher: str, n: int, tmp_path: Path) -> None:
     """A script that knows nothing of this project."""
+    # MPICH's environment has no torch of its own: this one's, behind all that it has.
+    spec = importlib.util.find_spec("torch")
+    site = str(Path(spec.origin).parents[1]) if spec is not None and spec.origin else ""
+    tmp_path.joinpath("sitecustomize.py").write_text(f"import sys; sys.path.append({site!r})")
+    env = {**QUIET, "PYTHONPATH": str(tmp_path)} if launcher == "mpich" else QUIET
     result = launch.run(
-        n, HERE / "workers" / "unmodified.py", launcher=launcher, env=QUIET, timeout=110
+        n, HERE / "workers" / "unmodified.py", launcher=launcher, env=env, timeout=110
     ).expect(status=0)
     assert result.output.count(f"the sum of {n} ranks") == n
 
