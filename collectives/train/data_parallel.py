@@ -24,7 +24,7 @@ import numpy as np
 from ..agreement import agree, exchange
 from ..array import device_name, dtype_name, empty, native
 from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec, put
-from ..errors import CollectiveError, UnsupportedError, did_you_mean
+from ..errors import CollectiveError, did_you_mean
 from ..work import ThenWork, Work
 from .batches import micro_batches, samples
 from .gathering import Gatherer
@@ -380,21 +380,13 @@ class Trainer:
         """See `checkpoint.save`."""
         from .checkpoint import save
 
-        self._check_state()
         save(self, path, sampler)
 
     def load(self, path: str | Path, *, sampler: Any = None) -> None:
         """See `checkpoint.load`."""
         from .checkpoint import load
 
-        self._check_state()
         load(self, path, sampler)
-
-    def _check_state(self) -> None:
-        if self._torch is not None:
-            raise UnsupportedError(
-                "checkpoints hold the state of the optimizers of collectives.train, not of torch's"
-            )
 
     # ---- for checkpoints -----------------------------------------------------------------------
 
@@ -402,6 +394,11 @@ class Trainer:
     def slots(self) -> tuple[str, ...]:
         """Names of the optimizer's state arrays."""
         return self._optimizers[0].slots
+
+    @property
+    def torch_stepper(self) -> Any:
+        """Steps with an optimizer of torch, which keeps its state itself; None with our own."""
+        return self._stepper if self._torch is not None else None
 
     @property
     def first_replica(self) -> bool:
