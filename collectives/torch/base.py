@@ -41,6 +41,8 @@ class BaseGroup(dist.ProcessGroup):
         self._callbacks = CallbackTrack(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
         )
+        self._beside: MainTrack | None = None  # of reduce_scatters that go on beside all else
+        self._reducing: list[PendingWork] = []
         # Calls of the main track end in the order in which they were made. Those of the other track
         # do not, so its completer is given calls that have ended.
         self.completer = Completer()
@@ -110,10 +112,16 @@ class BaseGroup(dist.ProcessGroup):
 
     # ---- life
 
+    @property
+    def _tracks(self) -> list[MainTrack]:
+        """Those whose calls are matched by their order."""
+        return [self._main] if self._beside is None else [self._main, self._beside]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a wait lasts at most, from now on."""
         seconds = timeout.total_seconds()
-        self._main.comm._core.timeout = seconds
+        for track in self._tracks:
+            track.comm._core.timeout = seconds
         self._callbacks.set_timeout(seconds)
 
     _set_default_timeout = set_timeout
@@ -122,7 +130,8 @@ class BaseGroup(dist.ProcessGroup):
         """Ends all pending calls of all ranks with AbortedError; later calls raise it too."""
         reason = f"process group {self._name} was aborted"
         self._callbacks.abort(reason)
-        self._main.comm.abort(reason)
+        for track in self._tracks:
+            track.comm.abort(reason)
 
     def shutdown(self) -> None:
         """Leaves the group, once the calls that are queued have ended."""
@@ -131,7 +140,8 @@ class BaseGroup(dist.ProcessGroup):
         self._closed = True
         _groups.discard(self)
         self._callbacks.close()
-        self._main.comm.close()
+        for track in self._tracks:
+            track.comm.close()
         self.completer.close()
         self.callback_completer.close()
 
@@ -154,17 +164,21 @@ class BaseGroup(dist.ProcessGroup):
             if call.finish is not None:
                 call.finish()
             return self._note(CompletedWork(outputs))
-        submitted = [self._main.submit(step, call.keep) for step in call.steps]
+        return self._submit(self._main, call, outputs)
+
+    def _submit(self, track: MainTrack, call: Call, outputs: Any) -> PendingWork:
+        submitted = [track.submit(step, call.keep) for step in call.steps]
         key = mix(self._key, submitted[-1][1] if submitted else 0)
         return self._hand_over([handle for handle, _ in submitted], call, outputs, key, None)
 
     def _hand_over(
         self, handles: list[Any], call: Call, outputs: Any, key: int, opts: Any
-    ) -> dist.Work:
+    ) -> PendingWork:
         work = PendingWork(handles, outputs, call.finish, call.keep, self, key)
         if opts is not None and not opts.asyncOp:
             work.wait()
-        return self._note(work)
+        self._note(work)
+        return work
 
     def next_transfer_key(self) -> int:
         """The key of a future of a send or recv. These have no number that all ranks share, so
@@ -174,7 +188,8 @@ class BaseGroup(dist.ProcessGroup):
 
     def release(self) -> None:
         """Lets go of the memory of calls that have ended."""
-        self._main.release()
+        for track in self._tracks:
+            track.release()
 
     def _make_on_gpu(self, call: Call, outputs: Any) -> dist.Work:
         for step in call.steps:
@@ -210,6 +225,6 @@ def _leave() -> None:
     """
     for group in list(_groups):
         with contextlib.suppress(Exception):
-            if group._main.comm._core.queued:
+            if any(track.comm._core.queued for track in group._tracks):
                 group.abort()
             group.shutdown()

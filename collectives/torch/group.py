@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from ..calls import ANY_PAIR
 from ..errors import ArrayError, UnsupportedError
+from . import overlap
 from .base import BaseGroup
 from .joining import Meeting
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
-from .tracks import Step, in_callback
+from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
-from .work import CompletedWork, Gathered
+from .work import CompletedWork, Gathered, PendingWork
 
 DONE = CompletedWork([])  # of calls that torch waits for, and that are over when they return
 
@@ -188,7 +189,31 @@ class CollectivesGroup(Transfers, BaseGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        opts = _plain_op(opts, None)
+        call = self._reduce_scatter_call(outputs, inputs, _plain_op(opts, None))
+        return self._make(call, list(outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def begin_reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> PendingWork:
+        """A reduce_scatter on a communicator of its own: no other call waits for it, but the next
+        one of these. On CPU tensors; see `overlap`.
+        """
+        if self._beside is None:
+            self._beside = MainTrack(self._meeting.join("beside"))
+        call = self._reduce_scatter_call([output], [input], _plain_op(op, None))
+        work = self._submit(self._beside, call, [output])
+        self._reducing.append(work)
+        return work
+
+    def end_reduce_scatters(self) -> None:
+        """Waits for all that `begin_reduce_scatter` began; raises what went wrong in them."""
+        works, self._reducing = self._reducing, []
+        for work in works:
+            work.wait()
+
+    def _reduce_scatter_call(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Call:
         call = Call(outputs[0] if outputs else None)
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("reduce_scatter", output, tensor)
@@ -201,9 +226,7 @@ class CollectivesGroup(Transfers, BaseGroup):
                 in_blocks=output.numel() * times, nbytes=tensor.nbytes,
             )  # fmt: skip
             self._divide(call, op, target)
-        return self._make(call, list(outputs), opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        return call
 
     # ---- movements
 
@@ -230,6 +253,8 @@ class CollectivesGroup(Transfers, BaseGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
+        if not overlap.installed:  # FSDP2 gathers parameters before it reduces gradients
+            overlap.install()
         call = Call(outputs[0] if outputs else None)
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("all_gather", output, tensor)

@@ -45,6 +45,10 @@ def test_calls_out_of_callbacks() -> None:
     assert "all checks passed" in ranks(3, "callbacks.py").expect(status=0).output
 
 
+def test_fsdp2_reduces_gradients_beside_the_backward_pass() -> None:
+    assert "all checks passed" in ranks(2, "overlap.py").expect(status=0).output
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "parts", ["disagreement wrong_arguments again", "lateness", "abort", "leaving"]
