@@ -16,6 +16,7 @@ from .. import _core
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
+from .streams import SideStreams, StreamWork
 from .tensors import Call
 from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
 from .work import CompletedWork, JoinedWork, PendingWork
@@ -43,6 +44,7 @@ class BaseGroup(dist.ProcessGroup):
         )
         self._beside: MainTrack | None = None  # of reduce_scatters that go on beside all else
         self._reducing: list[PendingWork] = []
+        self._sides = SideStreams()
         # Calls of the main track end in the order in which they were made. Those of the other track
         # do not, so its completer is given calls that have ended.
         self.completer = Completer()
@@ -87,6 +89,8 @@ class BaseGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> BaseGroup:
         return self
+
+    get_backend = _get_backend
 
     supports_splitting = False
     supports_coalescing = False
@@ -153,7 +157,7 @@ class BaseGroup(dist.ProcessGroup):
         """
         key = next_key()
         if call.device is not None:
-            return self._make_on_gpu(call, outputs)
+            return self._make_on_gpu(call, outputs, opts)
         if key is not None and self._size > 1:
             return self._hand_over(
                 [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
@@ -191,12 +195,17 @@ class BaseGroup(dist.ProcessGroup):
         for track in self._tracks:
             track.release()
 
-    def _make_on_gpu(self, call: Call, outputs: Any) -> dist.Work:
-        for step in call.steps:
-            self._main.call(step)
-        if call.finish is not None:
-            call.finish()
-        return self._note(CompletedWork(outputs, devices=[call.device]))
+    def _make_on_gpu(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
+        def put_on_stream() -> None:
+            for step in call.steps:
+                self._main.call(step)
+            if call.finish is not None:
+                call.finish()
+
+        if opts is None or opts.asyncOp:
+            return self._note(self._sides.run(call.device, put_on_stream, outputs, call.keep))
+        put_on_stream()
+        return self._note(StreamWork(outputs, call.device))
 
     def _note(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..calls import ANY_PAIR
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError
 from . import overlap
 from .base import BaseGroup
 from .joining import Meeting
@@ -309,6 +309,23 @@ class CollectivesGroup(Transfers, BaseGroup):
                 )  # fmt: skip
         return self._make(call, [list(blocks) for blocks in outputs], opts)
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """The output of the root has the blocks of all ranks; that of others is not used."""
+        call = Call(input)
+        number, times = moved(input)
+        source, target = call.source(input), None
+        if self._rank == opts.rootRank:
+            _same_dtype("gather", output, input)
+            expect("gather: output", output.numel(), input.numel() * self._size)
+            target = call.target(output)
+        self._add(
+            call, "gather", number, source, target, root=opts.rootRank,
+            out_blocks=input.numel() * times, nbytes=input.nbytes * self._size,
+        )  # fmt: skip
+        return self._make(call, [output], opts)
+
+    gather_into_tensor = gather_single
+
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: Any = None
     ) -> Any:
@@ -485,11 +502,6 @@ class CollectivesGroup(Transfers, BaseGroup):
         sends: Sequence[int],
         receives: Sequence[int],
     ) -> None:
-        if call.device is not None:
-            raise UnsupportedError(
-                "all_to_all with blocks of different lengths is not there yet on CUDA tensors: "
-                "pad the blocks, or move copies to the host"
-            )
         number, times = moved(source)
         self._add(
             call, "all_to_all", number, source, target,
