@@ -119,7 +119,8 @@ $(VENV)/.with-%: pyproject.toml | $(VENV)/.project
 	@touch $@
 
 $(VENV)/.torch: | $(VENV)/.tools
-	$(call stage,$(VENV): $(TORCH_REQUIREMENT),venv-torch,$(BIN)/pip install "$(TORCH_REQUIREMENT)")
+	$(call stage,$(VENV): $(TORCH_REQUIREMENT),venv-torch,\
+		$(BIN)/pip install "$(TORCH_REQUIREMENT)" accelerate)
 	@touch $@
 
 $(VENV)/.jax: | $(VENV)/.tools

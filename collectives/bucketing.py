@@ -197,6 +197,7 @@ class Bucketer:
         self._running = False  # between the first ready and the end of finish
         self._seen: dict[str, None] = {}  # ready in this pass, in order
         self._held: dict[str, Any] = {}  # gradients that wait for memory of a transient bucket
+        self.peak = 0  # most bytes of gradients that waited so
         self._touched: set[str] = set()  # have a gradient since the last reduction
         self._usual: frozenset[str] | None = None  # static_graph: what becomes ready here
         self._nowhere: frozenset[str] = frozenset()
@@ -441,7 +442,7 @@ class Bucketer:
         if self._transient and not (fresh and self._open(bucket)):
             held = self._held.get(name)
             if held is None:
-                held = self._held[name] = empty(slot.shape, spec.carried, spec.device)
+                held = self._hold(bucket, slot)
             put(held, array, scale, add=not fresh)
         else:
             part = self._part(bucket, slot)
@@ -454,10 +455,15 @@ class Bucketer:
 
     def _zero(self, bucket: Bucket, slot: Slot) -> None:
         if self._transient and not self._open(bucket):
-            self._held[slot.name] = empty(slot.shape, bucket.dtype, bucket.device)
-            self._held[slot.name][...] = 0
+            self._hold(bucket, slot)[...] = 0
         else:
             self._part(bucket, slot)[...] = 0
+
+    def _hold(self, bucket: Bucket, slot: Slot) -> Any:
+        """Memory for a gradient that has none in its bucket yet."""
+        held = self._held[slot.name] = empty(slot.shape, bucket.dtype, bucket.device)
+        self.peak = max(self.peak, sum(x.nbytes for x in self._held.values()))
+        return held
 
     def _open(self, bucket: Bucket) -> bool:
         """Gives a transient bucket its memory if it may have some now; True if it has."""

@@ -87,6 +87,65 @@ def test_stages_are_equal_bit_for_bit(n, precision):
     assert any(skipped for _, _, skipped in told) == (precision == "fp16")
 
 
+@pytest.mark.parametrize(("n", "precision"), [(2, None), (3, "bf16"), (4, "fp16")])
+def test_stages_are_equal_when_each_micro_batch_is_reduced(n, precision):
+    """Bit for bit; against one reduction in a step to rounding."""
+    more = {"loss_scale": LossScale(scale=2.0**24, interval=20)} if precision == "fp16" else {}
+    more |= {"precision": precision, "accumulate": 3, "clip_norm": 0.05}
+    modes = [*MODES, (2, "node")]
+    told, found = same_in_all_modes(n, 20, modes, reduce_every="micro-batch", **more)
+    if precision is None:
+        once, wanted = same_in_all_modes(n, 20, [(0, None)], **more)
+        assert found != wanted
+        np.testing.assert_allclose([t[0] for t in told], [t[0] for t in once], rtol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_gradients_are_not_held_when_each_micro_batch_is_reduced(stage):
+    """Bytes of gradients beside buckets and shards, most at a time."""
+    params = {f"w{i}": np.zeros((64, 512), np.float32) for i in range(8)}
+
+    def backward(params, batch, emit):
+        for name in reversed(list(params)):
+            emit(name, np.full((64, 512), batch.mean(), np.float32))
+        return 0.0
+
+    def body(comm, every):
+        more = {"params": params, "function": backward, "bucket_bytes": 1 << 18}
+        trainer = make(comm, (stage, None), accumulate=4, reduce_every=every, **more)
+        for _ in range(2):
+            trainer.step(np.ones(8))
+        return trainer.bucketer.peak
+
+    whole = 8 * 64 * 512 * 4
+    assert cc.run_threads(2, lambda c: body(c, "step"), timeout=20) == [whole] * 2
+    assert cc.run_threads(2, lambda c: body(c, "micro-batch"), timeout=20) == [0] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unused_in_some_micro_batches(stage):
+    """Each parameter has a gradient in one micro-batch of the first step, "b" in none of the
+    second, so it stays then."""
+
+    def backward(params, batch, emit):
+        name = "ab"[int(batch[0])]
+        emit(name, np.ones(700, np.float32) * (1 + params[name][0]))
+        return 0.0
+
+    def body(comm):
+        params = {"a": np.zeros(700, np.float32), "b": np.zeros(700, np.float32)}
+        more = {"params": params, "function": backward, "find_unused": True}
+        more |= {"optimizer": SGD(lr=1.0), "reduce_every": "micro-batch", "accumulate": 2}
+        trainer = make(comm, (stage, None), **more)
+        trainer.step([np.zeros(1), np.ones(1)])
+        first = trainer.parameters()
+        trainer.step([np.zeros(1), np.zeros(1)])
+        second = trainer.parameters()
+        return [float(x[-1]) for x in (first["a"], first["b"], second["a"], second["b"])]
+
+    assert cc.run_threads(2, body, timeout=20) == [[-0.5, -0.5, -1.0, -0.5]] * 2
+
+
 @pytest.mark.parametrize("mode", [(1, "node"), (2, "node")])
 def test_hybrid_stages(mode):
     same_in_all_modes(4, 5, [(0, None), mode], clip_norm=0.1)
@@ -575,6 +634,7 @@ def test_gradients_that_are_not_finite(mode, bad):
         ({"clip_norm": 1.0}, "setting 'clip_norm' is null on ranks 0, 2; 1.0 on rank 1"),
         ({"mode": (1, None)}, "setting 'sharding' is 0 on ranks 0, 2; 1 on rank 1"),
         ({"accumulate": 2}, "setting 'accumulate'"),
+        ({"reduce_every": "micro-batch"}, "setting 'reduce_every'"),
         ({"precision": "bf16"}, "setting 'precision'"),
         ({"schedule": Steps((1,))}, "setting 'schedule'"),
         ({"groups": [{"params": ["b*"], "lr": 1.0}]}, "setting 'optimizer'"),
@@ -643,6 +703,7 @@ def test_parameters_used_in_different_orders():
         ({"precision": "fp8"}, "known: float32, bf16"),
         ({"normalize": "token"}, "did you mean 'tokens'"),
         ({"normalize": "tokens"}, "needs count="),
+        ({"reduce_every": "microbatch"}, "micro-batch"),
         ({"accumulate": 0}, "at least one micro-batch"),
         ({"clip_norm": 0.0}, "must be positive"),
         ({"offload": "disk"}, "only 'host'"),

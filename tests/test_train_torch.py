@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives.train import SGD, AdamW, LossScale, Trainer
+from collectives.train import SGD, AdamW, LossScale, Trainer, WarmUp
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -290,6 +290,89 @@ def test_optimizers_of_torch(kind, settings):
                 assert error <= 1e-4 * np.linalg.norm(wanted[name]), (mode, name)
 
     cc.run_threads(3, body, nodes=NODES[3], timeout=60)
+
+
+@pytest.mark.parametrize("mode", [(0, None), (2, None), (3, "node")])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("AdamW", {"lr": 1e-2, "amsgrad": True}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("NAdam", {"lr": 1e-3}),
+    ],
+)
+def test_resumed_runs_with_optimizers_of_torch(kind, settings, mode, tmp_path):
+    """Bit for bit, also the schedule; on other ranks and in stage 1 as far as torch rounds alike."""
+    pytest.importorskip("safetensors")
+
+    def fresh(comm, mode, seed):
+        net = seeded()
+        with torch.no_grad():
+            net.place.add_(seed)
+        optimizer = getattr(torch.optim, kind)(
+            [p for p in net.parameters() if p.requires_grad], **settings
+        )
+        return make(comm, mode, net=net, optimizer=optimizer, schedule=WarmUp(5))
+
+    def run(trainer, steps):
+        comm = trainer.comm
+        for step in steps:
+            trainer.step(models.part_of_tensors(data(step), comm.rank, comm.size))
+        return trainer.parameters()
+
+    def unbroken(comm):
+        trainer = fresh(comm, mode, 0.0)
+        run(trainer, range(4))
+        trainer.save(tmp_path / "run")
+        return run(trainer, range(4, 8))
+
+    def resumed(comm, mode):
+        trainer = fresh(comm, mode, 1.0)
+        trainer.load(tmp_path / "run")
+        return run(trainer, range(4, 8))
+
+    seeded()
+    wanted = cc.run_threads(3, unbroken, nodes=NODES[3], timeout=60)
+    same = cc.run_threads(3, lambda c: resumed(c, mode), nodes=NODES[3], timeout=60)
+    assert [models.bits(x) for x in same] == [models.bits(x) for x in wanted]
+    for found in cc.run_threads(2, lambda c: resumed(c, (1, None)), timeout=60):
+        for name, x in found.items():
+            np.testing.assert_allclose(x, wanted[0][name], rtol=1e-3, atol=2e-5)
+
+
+def test_the_schedule_of_an_optimizer_of_torch():
+    """The last factor of a warm-up is 1, and holds from then on."""
+
+    def body(comm):
+        net = seeded()
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        trainer = make(comm, net=net, optimizer=optimizer, schedule=WarmUp(2))
+        rates = []
+        for step in range(4):
+            trainer.step(data(step))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    seeded()
+    wanted = [0.1 * WarmUp(2)(step) for step in range(4)]
+    assert wanted[-1] == 0.1 != wanted[0]
+    assert cc.run_threads(1, body, timeout=20) == [wanted]
+
+
+def test_optimizers_of_torch_that_cannot_be_in_a_checkpoint(tmp_path):
+    pytest.importorskip("safetensors")
+
+    def body(comm):
+        net = seeded()
+        optimizer = torch.optim.Adafactor([p for p in net.parameters() if p.requires_grad])
+        trainer = make(comm, net=net, optimizer=optimizer)
+        trainer.step(data(0))
+        with pytest.raises(cc.CollectiveError, match=r"Adafactor keeps '\w+' of "):
+            trainer.save(tmp_path / "run")
+
+    seeded()
+    cc.run_threads(2, body, timeout=20)
+    assert not (tmp_path / "run" / "checkpoint.json").exists()
 
 
 def test_optimizers_of_torch_that_cannot_be_sharded():

@@ -9,11 +9,15 @@ when torch is imported. The rest of this package is loaded with the first proces
     group.py         the process group: every call of torch.distributed
     tensors.py       tensors as the core sees them
     tracks.py         who makes which call when: callers, and callbacks of futures
+    overlap.py       FSDP2 on CPUs: gradients are reduced beside the backward pass
+    mixed.py         one backend of several in a group, as "cpu:gloo,cuda:collectives"
+    streams.py       calls on CUDA tensors: streams, events, who waits
     work.py          what an asynchronous call returns
     futures.py       futures whose callbacks make calls
     completing.py    the threads that complete futures and run callbacks
 
-It is pure Python, so one build serves every torch from 2.11 on.
+It is pure Python, so one build serves every torch from 2.11 on. What a torch can do is asked of it,
+not of its version.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from .. import _core
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
+from .streams import SideStreams, StreamWork
 from .tensors import Call
 from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
 from .work import CompletedWork, JoinedWork, PendingWork
@@ -41,6 +42,9 @@ class BaseGroup(dist.ProcessGroup):
         self._callbacks = CallbackTrack(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
         )
+        self._beside: MainTrack | None = None  # of reduce_scatters that go on beside all else
+        self._reducing: list[PendingWork] = []
+        self._sides = SideStreams()
         # Calls of the main track end in the order in which they were made. Those of the other track
         # do not, so its completer is given calls that have ended.
         self.completer = Completer()
@@ -86,6 +90,8 @@ class BaseGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> BaseGroup:
         return self
 
+    get_backend = _get_backend
+
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -110,10 +116,16 @@ class BaseGroup(dist.ProcessGroup):
 
     # ---- life
 
+    @property
+    def _tracks(self) -> list[MainTrack]:
+        """Those whose calls are matched by their order."""
+        return [self._main] if self._beside is None else [self._main, self._beside]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a wait lasts at most, from now on."""
         seconds = timeout.total_seconds()
-        self._main.comm._core.timeout = seconds
+        for track in self._tracks:
+            track.comm._core.timeout = seconds
         self._callbacks.set_timeout(seconds)
 
     _set_default_timeout = set_timeout
@@ -122,7 +134,8 @@ class BaseGroup(dist.ProcessGroup):
         """Ends all pending calls of all ranks with AbortedError; later calls raise it too."""
         reason = f"process group {self._name} was aborted"
         self._callbacks.abort(reason)
-        self._main.comm.abort(reason)
+        for track in self._tracks:
+            track.comm.abort(reason)
 
     def shutdown(self) -> None:
         """Leaves the group, once the calls that are queued have ended."""
@@ -131,7 +144,8 @@ class BaseGroup(dist.ProcessGroup):
         self._closed = True
         _groups.discard(self)
         self._callbacks.close()
-        self._main.comm.close()
+        for track in self._tracks:
+            track.comm.close()
         self.completer.close()
         self.callback_completer.close()
 
@@ -143,7 +157,7 @@ class BaseGroup(dist.ProcessGroup):
         """
         key = next_key()
         if call.device is not None:
-            return self._make_on_gpu(call, outputs)
+            return self._make_on_gpu(call, outputs, opts)
         if key is not None and self._size > 1:
             return self._hand_over(
                 [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
@@ -154,17 +168,21 @@ class BaseGroup(dist.ProcessGroup):
             if call.finish is not None:
                 call.finish()
             return self._note(CompletedWork(outputs))
-        submitted = [self._main.submit(step, call.keep) for step in call.steps]
+        return self._submit(self._main, call, outputs)
+
+    def _submit(self, track: MainTrack, call: Call, outputs: Any) -> PendingWork:
+        submitted = [track.submit(step, call.keep) for step in call.steps]
         key = mix(self._key, submitted[-1][1] if submitted else 0)
         return self._hand_over([handle for handle, _ in submitted], call, outputs, key, None)
 
     def _hand_over(
         self, handles: list[Any], call: Call, outputs: Any, key: int, opts: Any
-    ) -> dist.Work:
+    ) -> PendingWork:
         work = PendingWork(handles, outputs, call.finish, call.keep, self, key)
         if opts is not None and not opts.asyncOp:
             work.wait()
-        return self._note(work)
+        self._note(work)
+        return work
 
     def next_transfer_key(self) -> int:
         """The key of a future of a send or recv. These have no number that all ranks share, so
@@ -174,14 +192,20 @@ class BaseGroup(dist.ProcessGroup):
 
     def release(self) -> None:
         """Lets go of the memory of calls that have ended."""
-        self._main.release()
+        for track in self._tracks:
+            track.release()
 
-    def _make_on_gpu(self, call: Call, outputs: Any) -> dist.Work:
-        for step in call.steps:
-            self._main.call(step)
-        if call.finish is not None:
-            call.finish()
-        return self._note(CompletedWork(outputs, devices=[call.device]))
+    def _make_on_gpu(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
+        def put_on_stream() -> None:
+            for step in call.steps:
+                self._main.call(step)
+            if call.finish is not None:
+                call.finish()
+
+        if opts is None or opts.asyncOp:
+            return self._note(self._sides.run(call.device, put_on_stream, outputs, call.keep))
+        put_on_stream()
+        return self._note(StreamWork(outputs, call.device))
 
     def _note(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
@@ -210,6 +234,6 @@ def _leave() -> None:
     """
     for group in list(_groups):
         with contextlib.suppress(Exception):
-            if group._main.comm._core.queued:
+            if any(track.comm._core.queued for track in group._tracks):
                 group.abort()
             group.shutdown()

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 from ..calls import ANY_PAIR
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError
+from . import overlap
 from .base import BaseGroup
 from .joining import Meeting
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
-from .tracks import Step, in_callback
+from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
-from .work import CompletedWork, Gathered
+from .work import CompletedWork, Gathered, PendingWork
 
 DONE = CompletedWork([])  # of calls that torch waits for, and that are over when they return
 
@@ -188,7 +189,31 @@ class CollectivesGroup(Transfers, BaseGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        opts = _plain_op(opts, None)
+        call = self._reduce_scatter_call(outputs, inputs, _plain_op(opts, None))
+        return self._make(call, list(outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def begin_reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> PendingWork:
+        """A reduce_scatter on a communicator of its own: no other call waits for it, but the next
+        one of these. On CPU tensors; see `overlap`.
+        """
+        if self._beside is None:
+            self._beside = MainTrack(self._meeting.join("beside"))
+        call = self._reduce_scatter_call([output], [input], _plain_op(op, None))
+        work = self._submit(self._beside, call, [output])
+        self._reducing.append(work)
+        return work
+
+    def end_reduce_scatters(self) -> None:
+        """Waits for all that `begin_reduce_scatter` began; raises what went wrong in them."""
+        works, self._reducing = self._reducing, []
+        for work in works:
+            work.wait()
+
+    def _reduce_scatter_call(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Call:
         call = Call(outputs[0] if outputs else None)
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("reduce_scatter", output, tensor)
@@ -201,9 +226,7 @@ class CollectivesGroup(Transfers, BaseGroup):
                 in_blocks=output.numel() * times, nbytes=tensor.nbytes,
             )  # fmt: skip
             self._divide(call, op, target)
-        return self._make(call, list(outputs), opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        return call
 
     # ---- movements
 
@@ -230,6 +253,8 @@ class CollectivesGroup(Transfers, BaseGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
+        if not overlap.installed:  # FSDP2 gathers parameters before it reduces gradients
+            overlap.install()
         call = Call(outputs[0] if outputs else None)
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("all_gather", output, tensor)
@@ -283,6 +308,23 @@ class CollectivesGroup(Transfers, BaseGroup):
                     out_blocks=count, nbytes=tensor.nbytes * self._size,
                 )  # fmt: skip
         return self._make(call, [list(blocks) for blocks in outputs], opts)
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """The output of the root has the blocks of all ranks; that of others is not used."""
+        call = Call(input)
+        number, times = moved(input)
+        source, target = call.source(input), None
+        if self._rank == opts.rootRank:
+            _same_dtype("gather", output, input)
+            expect("gather: output", output.numel(), input.numel() * self._size)
+            target = call.target(output)
+        self._add(
+            call, "gather", number, source, target, root=opts.rootRank,
+            out_blocks=input.numel() * times, nbytes=input.nbytes * self._size,
+        )  # fmt: skip
+        return self._make(call, [output], opts)
+
+    gather_into_tensor = gather_single
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: Any = None
@@ -460,11 +502,6 @@ class CollectivesGroup(Transfers, BaseGroup):
         sends: Sequence[int],
         receives: Sequence[int],
     ) -> None:
-        if call.device is not None:
-            raise UnsupportedError(
-                "all_to_all with blocks of different lengths is not there yet on CUDA tensors: "
-                "pad the blocks, or move copies to the host"
-            )
         number, times = moved(source)
         self._add(
             call, "all_to_all", number, source, target,

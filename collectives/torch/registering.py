@@ -28,8 +28,9 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     from .group import CollectivesGroup
+    from .mixed import in_place
 
-    return CollectivesGroup.create(options, backend_options)
+    return in_place(CollectivesGroup.create(options, backend_options))
 
 
 def _extend_rendezvous() -> None:

@@ -55,18 +55,17 @@ class Gathered(list[Any]):
         ]
 
 
-def _for_future(outputs: Any) -> Any:
+def for_future(outputs: Any) -> Any:
     return outputs.for_future() if isinstance(outputs, Gathered) else outputs
 
 
 class CompletedWork(dist.Work):
-    """A call that was over before it returned, or that the current CUDA stream orders."""
+    """A call that was over before it returned."""
 
-    def __init__(self, outputs: Any, source: int = -1, devices: Sequence[Any] = ()) -> None:
+    def __init__(self, outputs: Any, source: int = -1) -> None:
         super().__init__()
         self._outputs = outputs
         self._source = source
-        self._devices = devices
         self._future: Future | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -74,8 +73,8 @@ class CompletedWork(dist.Work):
 
     def get_future(self) -> Future:
         if self._future is None:
-            self._future = Future(0, self._devices)
-            self._future.set_result(_for_future(self._outputs))
+            self._future = Future(0)
+            self._future.set_result(for_future(self._outputs))
         return self._future
 
     def is_completed(self) -> bool:
@@ -220,7 +219,7 @@ class PendingWork(dist.Work):
         if self._error is not None:
             self._future.set_exception(as_future_error(self._error))
         else:
-            self._future.set_result(_for_future(self._outputs))
+            self._future.set_result(for_future(self._outputs))
 
 
 class TransferHandle:

@@ -30,13 +30,13 @@ import numpy as np
 from ..agreement import exchange
 from ..array import dtype_name
 from ..errors import CollectiveError, UnsupportedError
-from .sharding import Shard, host
+from .sharding import Piece, Shard, host
 
 if TYPE_CHECKING:
     from .data_parallel import Trainer
 
 INDEX = "checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class CheckpointError(CollectiveError, ValueError):
@@ -76,9 +76,14 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     error = ""
     entries: dict[str, Any] = {}
     file = f"rank-{comm.rank}.safetensors"
+    theirs: dict[str, Any] = {}  # what an optimizer of torch keeps besides arrays
     try:
         folder.mkdir(parents=True, exist_ok=True)
         arrays = _own_arrays(trainer)
+        if trainer.torch_stepper is not None:
+            found, theirs = trainer.torch_stepper.state()
+            if _writes(trainer):
+                arrays |= found
         if arrays:
             _write(folder / file, safetensors.save(arrays))
         entries = {
@@ -92,15 +97,18 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         }
     except OSError as problem:
         error = f"rank {comm.rank} cannot write to {folder}: {problem}"
+    except UnsupportedError as problem:
+        error = str(problem)
     _raise_any(comm, error)
-    parts = exchange(comm, [entries, _random_state(trainer)])
+    parts = exchange(comm, [entries, _random_state(trainer), theirs])
     if comm.rank == 0:
         try:
             index = {
                 "format": _FORMAT,
                 "generation": name,
-                "entries": {key: e for part, _ in parts for key, e in part.items()},
-                "random": [state for _, state in parts],
+                "entries": {key: e for part, _, _ in parts for key, e in part.items()},
+                "random": [state for _, state, _ in parts],
+                "torch": _joined([about for _, _, about in parts]),
                 "shapes": {n: list(trainer.store.owners[n][3]) for n in trainer.names},
                 "world": comm.size,
                 "settings": trainer.settings,
@@ -124,12 +132,26 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
                 shutil.rmtree(old, ignore_errors=True)
 
 
+def _writes(trainer: Trainer) -> bool:
+    """True on one of the ranks that hold a shard."""
+    if trainer.store.comm is None:
+        return trainer.comm.rank == 0
+    return trainer.first_replica
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the ranks know of the parameters that an optimizer of torch steps, as one."""
+    if not parts[0]:
+        return None
+    known = {name: kept for part in parts for name, kept in part["parameters"].items()}
+    return parts[0] | {"parameters": known}
+
+
 def _own_arrays(trainer: Trainer) -> dict[str, Any]:
     """What this rank writes: of every shard, one of the ranks that hold it."""
     comm, store = trainer.comm, trainer.store
     arrays: dict[str, Any] = {}
-    writes = comm.rank == 0 if store.comm is None else trainer.first_replica
-    if writes:
+    if _writes(trainer):
         for shard, piece in store.pieces():
             for key, x in store.arrays(shard).items():
                 part = host(x)[piece.low : piece.high]
@@ -192,12 +214,19 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     _raise_any(comm, error)
     layout = index["layout"]
     shards: list[dict[str, Any]] = []
+    states: dict[tuple[str, int, str], Any] = {}
     buffers: dict[str, Any] = {}
     try:
         reader = _Reader(Path(path) / index["generation"], index)
         template = trainer.shards_for(layout)
         keys = ("master", *trainer.slots)
         shards = [{key: reader.shard(shard, key) for key in keys} for shard in template]
+        states = {
+            (piece.name, piece.offset, key): reader.piece(piece, f"torch.{key}")
+            for shard in template
+            for piece in shard.pieces
+            for key in _torch_keys(index, piece.name)
+        }
         buffers = {n: reader.array(f"buffer/{n}") for n in trainer.buffers()}
         if sampler is not None and index["sampler"] is None:
             raise CheckpointError("it holds no sampler")
@@ -205,6 +234,8 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         error = f"rank {comm.rank}: {problem}"
     _raise_any(comm, error)
     trainer.restore(layout, shards, buffers)
+    if trainer.torch_stepper is not None:
+        trainer.torch_stepper.restore(index["torch"], states)
     trainer.updates, trainer.steps = index["updates"], index["steps"]
     if trainer.loss_scale is not None and index["loss_scale"]:
         for key, value in index["loss_scale"].items():
@@ -213,6 +244,12 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         sampler.load(index["sampler"])
     if index["world"] == comm.size:
         _set_random_state(trainer, index["random"][comm.rank])
+
+
+def _torch_keys(index: Mapping[str, Any], name: str) -> list[str]:
+    """Which arrays an optimizer of torch keeps for a parameter."""
+    kept = (index["torch"] or {"parameters": {}})["parameters"].get(name)
+    return [] if kept is None else list(kept["arrays"])
 
 
 def _index(root: Path) -> dict[str, Any]:
@@ -253,7 +290,10 @@ def _check_model(trainer: Trainer, index: Mapping[str, Any]) -> None:
             )
     if sorted(index["layout"]) != sorted(mine):
         raise CheckpointError("the checkpoint's layout does not name the parameters once each")
+    if (index["torch"] is None) != (trainer.torch_stepper is None):
+        raise CheckpointError("one of the checkpoint and the trainer has an optimizer of torch")
     known = {"master", "buffer", *trainer.slots}
+    known |= {f"torch.{key}" for name in mine for key in _torch_keys(index, name)}
     for key in index["entries"]:
         kind, _, rest = key.partition("/")
         name = rest.rpartition("@")[0] if kind != "buffer" else rest
@@ -301,29 +341,32 @@ class _Reader:
             raise CheckpointError(f"{key!r} in {self._folder / file} is damaged: another checksum")
         return found
 
+    def piece(self, piece: Piece, kind: str) -> Any:
+        """What a rank holds of a parameter."""
+        low, high = piece.offset, piece.offset + piece.high - piece.low
+        parts, reached = [], low
+        for begin, end, key in sorted(self._parts.get(f"{kind}/{piece.name}", [])):
+            a, b = max(begin, low), min(end, high)
+            if a >= b:
+                continue
+            if a != reached:
+                break
+            parts.append(self.array(key)[a - begin : b - begin])
+            reached = b
+        if reached != high:
+            raise CheckpointError(
+                f"the checkpoint lacks {kind} of parameter {piece.name!r} from element {reached} on"
+            )
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def shard(self, shard: Shard, kind: str) -> Any:
         """What a rank holds of a bucket."""
         whole: Any = None
         for piece in shard.pieces:
-            low, high = piece.offset, piece.offset + piece.high - piece.low
-            reached = low
-            for begin, end, key in sorted(self._parts.get(f"{kind}/{piece.name}", [])):
-                a, b = max(begin, low), min(end, high)
-                if a >= b:
-                    continue
-                if a != reached:
-                    break
-                found = self.array(key)
-                if whole is None:
-                    whole = np.empty(shard.high - shard.low, found.dtype)
-                at = piece.low + a - low
-                whole[at : at + b - a] = found[a - begin : b - begin]
-                reached = b
-            if reached != high:
-                raise CheckpointError(
-                    f"the checkpoint lacks {kind} of parameter {piece.name!r} from element "
-                    f"{reached} on"
-                )
+            part = self.piece(piece, kind)
+            if whole is None:
+                whole = np.empty(shard.high - shard.low, part.dtype)
+            whole[piece.low : piece.high] = part
         return np.empty(0, np.float32) if whole is None else whole
 
 

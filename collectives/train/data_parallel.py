@@ -23,13 +23,12 @@ import numpy as np
 
 from ..agreement import agree, exchange
 from ..array import device_name, dtype_name, empty, native
-from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec
-from ..errors import CollectiveError, UnsupportedError, did_you_mean
+from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec, put
+from ..errors import CollectiveError, did_you_mean
 from ..work import ThenWork, Work
 from .batches import micro_batches, samples
-from .functional import FunctionModel
 from .gathering import Gatherer
-from .model import Model
+from .model import model_of
 from .norms import finite, sums_of_squares
 from .optimizers import Optimizer
 from .precision import LossScale, compute_dtype
@@ -58,6 +57,10 @@ class Trainer:
                    weights and optimizer keep the dtype that came in. None: no difference
     reduce_dtype   dtype in which gradients are added up and reduced; that of the gradients if None
     accumulate     micro-batches in a step
+    reduce_every   "step": micro-batches are added up on each rank and reduced once. "micro-batch":
+                   each is reduced and what this rank holds is added up, so that stages 2 and 3
+                   never hold whole gradients; sends `accumulate` times as much. Stages have the
+                   same bits with either, one not those of the other
     clip_norm      largest norm of the whole gradient
     normalize      "samples": the loss is a mean over samples, "tokens": over what `count` counts;
                    in both cases the step is that of the mean over the global batch
@@ -93,6 +96,7 @@ class Trainer:
         precision: str | None = None,
         reduce_dtype: Any = None,
         accumulate: int = 1,
+        reduce_every: str = "step",
         clip_norm: float | None = None,
         normalize: str = "samples",
         count: Callable[[Any], int] | None = None,
@@ -122,6 +126,11 @@ class Trainer:
             raise ValueError("normalize='tokens' needs count=, which counts the tokens of a batch")
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate}; at least one micro-batch makes a step")
+        if reduce_every not in ("step", "micro-batch"):
+            raise ValueError(
+                f"reduce_every={reduce_every!r}; "
+                + did_you_mean(reduce_every, ["step", "micro-batch"])
+            )
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm} must be positive")
         if offload not in (None, "host"):
@@ -129,6 +138,8 @@ class Trainer:
         self.comm = comm
         self.sharding = sharding
         self.accumulate = accumulate
+        self._each = reduce_every == "micro-batch" and accumulate > 1
+        self._first = True  # micro-batch of a step
         self.clip_norm = clip_norm
         self.schedule = schedule or Constant()
         self.updates = 0  # optimizer steps that were taken
@@ -142,7 +153,7 @@ class Trainer:
             self.loss_scale = dataclasses.replace(loss_scale or LossScale())
         self._count = count or samples
         self._log = Log(metrics, comm.rank)
-        self._model = _model(model, params, loss, frozen)
+        self._model = model_of(model, params, loss, frozen)
         self.names = list(self._model.parameters)
         self._groups(optimizer, groups)
         self._agree(
@@ -154,6 +165,7 @@ class Trainer:
                 "precision": self._dtype,
                 "reduce_dtype": reduce_dtype and dtype_name(reduce_dtype),
                 "accumulate": accumulate,
+                "reduce_every": reduce_every,
                 "clip_norm": clip_norm,
                 "normalize": normalize,
                 "schedule": text_of(self.schedule),
@@ -235,17 +247,19 @@ class Trainer:
         self._bad.clear()
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            last = i == len(parts) - 1
-            with contextlib.nullcontext() if last else self.bucketer.no_sync():
+            self._first = i == 0 or not self._each
+            reduced = self._each or i == len(parts) - 1
+            with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
                 if part is not None:
                     loss += self._model.run(part, count / total, scale, self._ready) * count
                     if self._gatherer is not None:
                         self._gatherer.end_pass()
                 elif self._gatherer is not None:
                     self._gatherer.follow_pass()
-                if last:
-                    unused = self.bucketer.finish(absent=part is None)
-        self._after_reduction()
+                if reduced:
+                    nowhere = self.bucketer.finish(absent=part is None)
+                    self._after_reduction(nowhere)
+                    unused = nowhere if self._first else unused & nowhere
         norm, overflow = self._norm(scale, unused)
         factor = self.schedule(self.updates)
         lr = self._stepper.lr * factor
@@ -348,7 +362,10 @@ class Trainer:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps."""
-        return self.store.nbytes()
+        sizes = self.store.nbytes()
+        if self._each and self.sharding < 2:  # beside the buckets
+            sizes["gradients"] += sum(shard.grad.nbytes for shard in self.store.shards)
+        return sizes
 
     def close(self) -> None:
         """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local."""
@@ -363,21 +380,13 @@ class Trainer:
         """See `checkpoint.save`."""
         from .checkpoint import save
 
-        self._check_state()
         save(self, path, sampler)
 
     def load(self, path: str | Path, *, sampler: Any = None) -> None:
         """See `checkpoint.load`."""
         from .checkpoint import load
 
-        self._check_state()
         load(self, path, sampler)
-
-    def _check_state(self) -> None:
-        if self._torch is not None:
-            raise UnsupportedError(
-                "checkpoints hold the state of the optimizers of collectives.train, not of torch's"
-            )
 
     # ---- for checkpoints -----------------------------------------------------------------------
 
@@ -385,6 +394,11 @@ class Trainer:
     def slots(self) -> tuple[str, ...]:
         """Names of the optimizer's state arrays."""
         return self._optimizers[0].slots
+
+    @property
+    def torch_stepper(self) -> Any:
+        """Steps with an optimizer of torch, which keeps its state itself; None with our own."""
+        return self._stepper if self._torch is not None else None
 
     @property
     def first_replica(self) -> bool:
@@ -482,7 +496,7 @@ class Trainer:
         for shard in self.store.shards:
             if self.sharding < 2:
                 shard.grad = shard.bucket.buffer[shard.low : shard.high]
-            else:
+            if self.sharding >= 2 or self._each:
                 count = (shard.high - shard.low,)
                 shard.grad = empty(count, shard.bucket.dtype, shard.bucket.device)
         self._model.bind(self.store, self._gatherer, self._dtype)
@@ -513,26 +527,35 @@ class Trainer:
         # While buckets may still be filled anew, shards are not settled: all get everything. In
         # hybrid sharding all do too: sums within nodes first would be in another order.
         if self.sharding == 0 or self._hybrid or self.bucketer.will_rebuild:
-            whole = comm.all_reduce(bucket.buffer, order=self._order, async_op=True)
-            if self.sharding >= 2:
-                part = bucket.buffer[shard.low : shard.high]
-                whole = ThenWork(whole, partial(_copy, shard.grad, part))
-            return cast(Work, whole)
-        if self.sharding == 1:
-            out = bucket.buffer[shard.low : shard.high]
+            work = comm.all_reduce(bucket.buffer, order=self._order, async_op=True)
+            out = None
         else:
-            out = shard.grad
-        work: Work = comm.reduce_scatter_v(
-            bucket.buffer, shard.counts, out=out, order=self._order, async_op=True
-        )
-        return work
+            part = self.sharding == 1 or self._each
+            out = bucket.buffer[shard.low : shard.high] if part else shard.grad
+            work = comm.reduce_scatter_v(
+                bucket.buffer, shard.counts, out=out, order=self._order, async_op=True
+            )
+        if self.sharding >= 2 and out is not shard.grad:  # before the bucket gives its memory back
+            work = ThenWork(work, partial(self._take, shard))
+        return cast(Work, work)
 
-    def _after_reduction(self) -> None:
-        """After the first step: buckets may have been filled anew, and nothing was stepped yet."""
+    def _take(self, shard: Shard) -> None:
+        """Takes this rank's part of a reduced bucket into its gradient."""
+        put(shard.grad, shard.bucket.buffer[shard.low : shard.high], 1.0, add=not self._first)
+
+    def _after_reduction(self, nowhere: frozenset[str]) -> None:
+        """After the first reduction: buckets may have been filled anew, and nothing was stepped
+        yet. What is reduced in lasting buckets is added up, if there is more than one in a step.
+        """
         if self._values is not None:
             if self.bucketer.rebuilt:
                 self._build(self._values)
             self._values = None
+        if self._each and self.sharding < 2:
+            for name in nowhere:
+                self.bucketer.view(name)[...] = 0  # the bucketer left what was there
+            for shard in self.store.shards:
+                self._take(shard)
 
     def _norm(self, scale: float, unused: frozenset[str]) -> tuple[float, bool]:
         """The norm of the gradient, and whether it overflowed in fp16."""
@@ -576,22 +599,3 @@ class Trainer:
 
 def _copy(target: Any, source: Any) -> None:
     target[...] = source
-
-
-def _model(
-    model: Any, params: Mapping[str, Any] | None, loss: Callable[..., Any] | None, frozen: Any
-) -> Model:
-    if isinstance(model, Model):
-        return model
-    if any(base.__module__.startswith("torch.") for base in type(model).__mro__):
-        from .module import ModuleModel
-
-        if loss is None or params is not None or frozen:
-            raise TypeError(
-                "a torch module needs loss=, loss(module, batch), and its parameters are its own: "
-                "no params= or frozen= (set requires_grad)"
-            )
-        return ModuleModel(model, loss)
-    if not callable(model) or params is None:
-        raise TypeError("model is a torch.nn.Module with loss=, or a function with params=")
-    return FunctionModel(model, params, frozen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .sharding import Shard
@@ -50,3 +50,25 @@ class Model(ABC):
     @abstractmethod
     def whole(self) -> Any:
         """What a user evaluates: the module, or parameters by name."""
+
+
+def model_of(
+    model: Any, params: Mapping[str, Any] | None, loss: Callable[..., Any] | None, frozen: Any
+) -> Model:
+    """The model of what a user passes to the trainer; raises TypeError for what is none."""
+    if isinstance(model, Model):
+        return model
+    if any(base.__module__.startswith("torch.") for base in type(model).__mro__):
+        from .module import ModuleModel
+
+        if loss is None or params is not None or frozen:
+            raise TypeError(
+                "a torch module needs loss=, loss(module, batch), and its parameters are its own: "
+                "no params= or frozen= (set requires_grad)"
+            )
+        return ModuleModel(model, loss)
+    from .functional import FunctionModel
+
+    if not callable(model) or params is None:
+        raise TypeError("model is a torch.nn.Module with loss=, or a function with params=")
+    return FunctionModel(model, params, frozen)

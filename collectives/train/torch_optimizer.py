@@ -6,12 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
+from ..array import native
 from ..errors import UnsupportedError
-from .sharding import Store, host
+from .sharding import Piece, Store, host
 from .torch_arrays import tensor_of
 
 # They step every element by itself, so they may be given any part of a parameter.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop")
+_SCALARS = ("step", "mu_product")  # parts of their state that are one number for a parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,8 @@ class TorchStepper:
         self._about = about
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._dtypes: dict[str, Any] = {}
-        self._pieces: list[tuple[str, Any, Any]] = []  # name, tensor, its gradient in the store
+        self._pieces: list[tuple[Piece, Any, Any]] = []  # with its tensor and gradient
+        self._factor = 1.0  # of the learning rate, in the last step
 
     @property
     def lr(self) -> float:
@@ -80,7 +85,7 @@ class TorchStepper:
             tensor = (flat if self._store.stage else flat.view(shape)).requires_grad_()
             grad = shard.grad[piece.low : piece.high]
             self._dtypes[piece.name] = shard.master.dtype
-            self._pieces.append((piece.name, tensor, grad))
+            self._pieces.append((piece, tensor, grad))
             found.setdefault(piece.name, []).append(tensor)
         self._optimizer.state.clear()
         for group, names in zip(self._optimizer.param_groups, self._about.names, strict=True):
@@ -88,13 +93,15 @@ class TorchStepper:
 
     def step(self, updates: int, factor: float, coefficient: float, unused: frozenset[str]) -> None:
         """As `Stepper.step`."""
-        if factor != 1.0 or updates == 0:
+        if factor != self._factor:  # else the rate is what the user has set in the optimizer
+            self._factor = factor
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
-        for name, tensor, grad in self._pieces:
+        for piece, tensor, grad in self._pieces:
             tensor.grad = None
-            if name not in unused:
-                wide = (host(grad) if self._store.offload else grad).astype(self._dtypes[name])
+            if piece.name not in unused:
+                dtype = self._dtypes[piece.name]
+                wide = (host(grad) if self._store.offload else grad).astype(dtype)
                 wide *= coefficient
                 tensor.grad = tensor_of(wide).view(tensor.shape)
         self._optimizer.step()
@@ -102,3 +109,61 @@ class TorchStepper:
         for work in works:
             if work is not None:
                 work.wait()
+
+    # ---- for checkpoints -----------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's state: arrays by "torch.KEY/NAME@OFFSET", flat; and what JSON can hold: the
+        rates of the groups and, by parameter, numbers and the keys of its arrays.
+
+        Raises UnsupportedError for an optimizer that keeps something else.
+        """
+        arrays: dict[str, Any] = {}
+        kept: dict[str, dict[str, Any]] = {}
+        for piece, tensor, _ in self._pieces:
+            numbers, keys = {}, []
+            for key, x in self._optimizer.state.get(tensor, {}).items():
+                if x is None:
+                    continue
+                if key in _SCALARS:
+                    numbers[key] = [float(x), str(x.dtype)[6:] if torch.is_tensor(x) else None]
+                elif torch.is_tensor(x) and x.shape == tensor.shape:
+                    flat = native(x.detach().reshape(-1).contiguous())
+                    arrays[f"torch.{key}/{piece.name}@{piece.offset}"] = host(flat)
+                    keys.append(key)
+                else:
+                    raise UnsupportedError(
+                        f"checkpoints hold state of torch's optimizers that has the parameter's "
+                        f"shape; {self._about.kind} keeps {key!r} of {piece.name!r} otherwise"
+                    )
+            if numbers or keys:
+                kept[piece.name] = {"numbers": numbers, "arrays": keys}
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        return arrays, {"rates": rates, "factor": self._factor, "parameters": kept}
+
+    def restore(self, about: Mapping[str, Any], arrays: Mapping[tuple[str, int, str], Any]) -> None:
+        """Takes over a state. The store was built for it.
+
+        about   the second part of `state`, of all ranks
+        arrays  by name of the parameter, offset and key, for the pieces that this rank holds
+        """
+        self._factor = float(about["factor"])
+        for group, rate in zip(self._optimizer.param_groups, about["rates"], strict=True):
+            group["lr"] = rate
+        self._optimizer.state.clear()
+        for piece, tensor, _ in self._pieces:
+            kept = about["parameters"].get(piece.name)
+            if kept is None:
+                continue
+            state = self._optimizer.state[tensor] = {}
+            for key, (number, dtype) in kept["numbers"].items():
+                state[key] = number if dtype is None else torch.tensor(number, dtype=_dtype(dtype))
+            for key in kept["arrays"]:
+                x = torch.empty_like(tensor, requires_grad=False)
+                x.copy_(tensor_of(arrays[piece.name, piece.offset, key]).view(tensor.shape))
+                state[key] = x
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -45,6 +45,16 @@ def test_calls_out_of_callbacks() -> None:
     assert "all checks passed" in ranks(3, "callbacks.py").expect(status=0).output
 
 
+def test_fsdp2_reduces_gradients_beside_the_backward_pass() -> None:
+    assert "all checks passed" in ranks(2, "overlap.py").expect(status=0).output
+
+
+@pytest.mark.parametrize("backends", ["cpu:collectives,cuda:gloo", "cpu:gloo,cuda:collectives"])
+def test_one_backend_of_several(backends: str) -> None:
+    result = ranks(2, "mixed.py", backends).expect(status=0)
+    assert result.output.count("all checks passed") == 2
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "parts", ["disagreement wrong_arguments again", "lateness", "abort", "leaving"]
@@ -111,6 +121,11 @@ def test_examples(name: str) -> None:
     assert len(script.read_text().splitlines()) < 60
     result = launch.run(2, script, launcher="fork", env=QUIET, timeout=110).expect(status=0)
     assert "2 ranks: " in result.output
+
+
+def test_example_with_accelerate() -> None:
+    pytest.importorskip("accelerate", reason="the example needs Hugging Face's accelerate")
+    test_examples("torch_accelerate")
 
 
 SUBSET = (

@@ -190,6 +190,23 @@ def gathers() -> None:
 
 
 @check
+def gather_into_one_tensor() -> None:
+    """`gather_single` and its older name, from torch 2.14 on; the group has it for every torch."""
+    group = dist.distributed_c10d._get_default_group()
+    x = values(me(), 6).view(2, 3)
+    out = torch.empty(2 * n(), 3) if me() == n() - 1 else torch.empty(0)
+    options = dist.GatherOptions()
+    options.rootRank = n() - 1
+    group.gather_single(out, x, options).wait()
+    if hasattr(dist, "gather_single"):
+        again = torch.empty_like(out)
+        dist.gather_single(x, again if me() == n() - 1 else None, dst=n() - 1)
+        same(again, out) if me() == n() - 1 else None
+    if me() == n() - 1:
+        same(out, torch.cat([v.view(2, 3) for v in all_values(6)]))
+
+
+@check
 def reduce_scatters() -> None:
     for dtype, count in itertools.product((torch.float32, torch.int64, torch.bfloat16), COUNTS):
         blocks = [values(me() + d, count).to(dtype) for d in range(n())]
@@ -400,10 +417,6 @@ def groups() -> None:
         dist.destroy_process_group(same_again)
     native = dist.new_group(backend="gloo")
     dist.all_reduce(x := torch.ones(2), group=native)
-    same(x, [float(n())] * 2)
-    mixed = dist.new_group(backend="cpu:gloo,cuda:collectives")
-    assert mixed.name() == "collectives"  # torch up to 2.13 knows no other way
-    dist.all_reduce(x := torch.ones(2), group=mixed)
     same(x, [float(n())] * 2)
     world = dist.group.WORLD
     assert dist.get_backend() == "collectives" and world.name() == "collectives"

@@ -1,0 +1,118 @@
+"""Calls on CUDA tensors: which stream they go on, and who waits for them.
+
+A call that torch waits for goes on torch's current stream, where everything else is ordered
+already. An asynchronous one goes on a stream of the process group beside it, so that what the
+program puts on its own stream next runs meanwhile, as DDP's backward pass does. The side stream
+waits for what the current stream has at the call, and `Work.wait` makes the stream that is current
+then wait for the call. The host waits for neither.
+
+Memory that a call uses on the side stream is recorded there (`record_stream`), so that torch's
+allocator gives it to nobody else before the call has ended, whoever drops the tensors or the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .futures import Future
+from .work import NO_TIMEOUT, for_future
+
+
+class SideStreams:
+    """A stream for each GPU, made when the first asynchronous call needs it."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Any, Any] = {}
+
+    def of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def run(
+        self, device: torch.device, do: Callable[[], None], outputs: Any, used: Any
+    ) -> StreamWork:
+        """Runs `do`, which puts a call on the current stream, with the side stream for it.
+
+        used  tensors, or lists of them, that the call reads or writes there
+        """
+        side = self.of(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            do()
+            ended = torch.cuda.Event()
+            ended.record(side)
+        for tensor in _tensors([used, outputs]):
+            tensor.record_stream(side)
+        return StreamWork(outputs, device, side, ended)
+
+
+def _tensors(held: Any) -> Iterator[torch.Tensor]:
+    if isinstance(held, torch.Tensor):
+        if held.is_cuda:
+            yield held
+    elif isinstance(held, Iterable):
+        for part in held:
+            yield from _tensors(part)
+
+
+class StreamWork(dist.Work):
+    """A call that streams order.
+
+    stream  the one that it was put on, None for the stream that was current; `ended` is recorded
+            behind it
+    """
+
+    def __init__(
+        self, outputs: Any, device: torch.device, stream: Any = None, ended: Any = None
+    ) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._device = device
+        self._stream = stream if stream is not None else torch.cuda.current_stream(device)
+        self._ended = ended
+        self._future: Future | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Makes the current stream wait for the call; returns at once. What goes wrong in the call
+        raises at a later call of the group.
+        """
+        if self._ended is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ended)
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """True if the GPU has ended it; for a call on the current stream, which is ordered as it
+        is, always.
+        """
+        return self._ended is None or bool(self._ended.query())
+
+    is_success = is_completed
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        raise RuntimeError("only a recv has a source rank")
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future:
+        """Complete from the start for the host. torch makes the streams of its callbacks, and of
+        who waits for it, wait for the stream that is current where it is completed.
+        """
+        if self._future is None:
+            self._future = Future(0, [self._device])
+            with torch.cuda.stream(self._stream):
+                self._future.set_result(for_future(self._outputs))
+        return self._future
