@@ -62,6 +62,7 @@ class Calls:
 
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
+    _gpu_path: str  # COLLECTIVES_GPU_PATH
     _closed: bool
     _in_flight: InFlight
     _group: Group | None  # the one that is open
@@ -254,8 +255,9 @@ class Calls:
                     rank=self.rank,
                 ) from error
             self._device = DeviceEngine(
-                self._bootstrap, self._core, self.nodes, int(number), self.max_blocks
-            )
+                self._bootstrap, self._core, self.nodes, int(number), self.max_blocks,
+                self._gpu_path,
+            )  # fmt: skip
         if kind != "cuda" or int(number) != self._device.device:
             raise ArrayError(
                 f"the array is on {device}, and rank {self.rank} of this communicator works on "

@@ -81,6 +81,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._core = connection.core
         self._tuning = connection.tuning
         self.fallback = connection.fallback
+        self._gpu_path = settings.gpu_path
         self._transports = connection.transports
         self.rank = bootstrap.rank
         self.size = bootstrap.size
@@ -102,7 +103,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         table = self._table("all_reduce")
         self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:
-            self._device = DeviceEngine(bootstrap, self._core, self.nodes, device, self.max_blocks)
+            self._device = DeviceEngine(
+                bootstrap, self._core, self.nodes, device, self.max_blocks, settings.gpu_path
+            )
 
     def split(
         self,

@@ -589,6 +589,15 @@ PYBIND11_MODULE(_core, m) {
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
            py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"))
       .def_property_readonly("blocks", &DeviceCommunicator::blocks)
+      // `home`: "device", "pinned" or "shared".
+      .def(
+          "allocate",
+          [](DeviceCommunicator& device, const std::string& home) {
+            device.allocate(home == "device"   ? Home::device
+                            : home == "pinned" ? Home::pinned
+                                               : Home::shared);
+          },
+          py::arg("home"), Unlocked())
       .def("handle", &DeviceCommunicator::handle)
       .def("open", &DeviceCommunicator::open, Unlocked())
       .def("probe_write", &DeviceCommunicator::probe_write, Unlocked())

@@ -146,7 +146,7 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
   // Peers reach into each other's arrays at equal offsets.
   std::string algorithm = options.algorithm;
   if (direct.input != nullptr || direct.output != nullptr)
-    algorithm += " on symmetric buffers (" + direct.place(call) + ")";
+    algorithm += " on symmetric " + direct.place(call);  // fits in, with 12 digits each
   algorithm.copy(s.algorithm, sizeof s.algorithm - 1);
   return s;
 }

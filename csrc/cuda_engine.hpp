@@ -33,9 +33,11 @@ struct Uploaded {
   std::vector<ChannelRange> channels;
 };
 
-// A symmetric buffer: this rank's memory and its peers' mappings.
+// What all ranks have mapped: a symmetric buffer.
 struct Segment {
   std::uint64_t id = 0, bytes = 0;
+  unsigned char* own = nullptr;
+  std::vector<unsigned char*> at;  // of all ranks; empty: peers cannot reach it
   std::unique_ptr<Arenas> memory;
 };
 
@@ -95,7 +97,9 @@ struct DeviceCommunicator::Impl {
   unsigned long long last_capture = 0;  // id of the capture that the last call went to, 0: none
   bool recorded = false;
   device::Control* control = nullptr;
+  Home home = Home::device;  // of the arenas
   std::unique_ptr<device::Arenas> arenas;
+  std::unique_ptr<device::Memory> progress;  // where it is not in the arena
   device::DeviceWorld world{};
   Signature last_signature;
   std::map<ProgramKey, device::Uploaded> programs;

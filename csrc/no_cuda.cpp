@@ -22,6 +22,7 @@ int device_count(std::string* why) {
 DeviceCommunicator::DeviceCommunicator(const DeviceConfig&) { refuse(); }
 DeviceCommunicator::~DeviceCommunicator() = default;
 int DeviceCommunicator::blocks() const { refuse(); }
+void DeviceCommunicator::allocate(Home) { refuse(); }
 std::string DeviceCommunicator::handle() const { refuse(); }
 void DeviceCommunicator::open(const std::vector<std::string>&, int) { refuse(); }
 void DeviceCommunicator::probe_write() { refuse(); }

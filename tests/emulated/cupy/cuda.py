@@ -183,7 +183,9 @@ class runtime:
 
     @staticmethod
     def deviceCanAccessPeer(device: int, peer: int) -> int:
-        return int(device != peer)
+        can = ctypes.c_int()
+        _check(_cuda.cudaDeviceCanAccessPeer(ctypes.byref(can), device, peer))
+        return can.value
 
     @staticmethod
     def driverGetVersion() -> int:
