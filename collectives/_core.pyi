@@ -4,7 +4,7 @@ Collectives, dtypes, ops and orders are numbers here: the index of the name in `
 `dtypes` and `ops`; orders are 0, any, and 1, rank. Addresses are integers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict, final
 
 import numpy as np
@@ -175,21 +175,17 @@ class DeviceCommunicator:
     def make_segment(self, bytes: int) -> str: ...
     def open_segment(self, id: int, handles: Sequence[str]) -> int: ...
     def release_segment(self, id: int) -> None: ...
-    def run(
-        self,
-        comm: Communicator,
-        arguments: tuple[Any, ...],
-        algorithm: str,
-        stream: int,
-        blocks: int = 0,
-        chunk: int = 0,
-        lines: bool = False,
-        pull: bool = False,
-    ) -> None: ...
+    def caller(self, comm: Communicator, /) -> Callable[..., None]:
+        """call(options, stream, ...), with the 13 numbers of `Communicator.caller`'s call."""
     def check(self) -> None: ...
     def idle(self) -> bool: ...
     def abort(self, reason: str, kind: str = "aborted") -> None: ...
     def close(self) -> None: ...
+
+def device_options(
+    algorithm: str, *, blocks: int = 0, chunk: int = 0, lines: bool = False, pull: bool = False
+) -> object:
+    """How calls on device arrays are done, for `DeviceCommunicator.caller`'s call."""
 
 # Communicators.
 

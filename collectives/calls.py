@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
 from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
+from .device_sum import make_device_sum
 from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .tuning import ANY_SIZE, Tuner, known_algorithm
@@ -63,6 +65,7 @@ class Calls:
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
     _gpu_path: str  # COLLECTIVES_GPU_PATH
+    _device_sum: Callable[[Any, Any], bool] | None
     _closed: bool
     _in_flight: InFlight
     _group: Group | None  # the one that is open
@@ -254,10 +257,8 @@ class Calls:
                     f"the host; pass all on the same side ({error})",
                     rank=self.rank,
                 ) from error
-            self._device = DeviceEngine(
-                self._bootstrap, self._core, self.nodes, int(number), self.max_blocks,
-                self._gpu_path,
-            )  # fmt: skip
+            self._set_up_device(int(number))
+        assert self._device is not None
         if kind != "cuda" or int(number) != self._device.device:
             raise ArrayError(
                 f"the array is on {device}, and rank {self.rank} of this communicator works on "
@@ -265,10 +266,26 @@ class Calls:
             )
         return self._device
 
+    def _set_up_device(self, ordinal: int) -> None:
+        """Collective: makes the engine for this rank's GPU."""
+        self._device = DeviceEngine(
+            self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks, self._gpu_path
+        )
+        algorithm = weakref.WeakMethod(self._checked_algorithm)  # what it is kept in dies first
+        self._device_sum = make_device_sum(
+            self._device,
+            lambda *call: algorithm()(*call),  # type: ignore[misc]
+        )
+
     def _device_algorithm(self, collective: str, nbytes: int) -> str:
         """The algorithm that serves a call on device arrays by itself; "" for a barrier."""
         rule = self._tuner.rule(collective, nbytes)
         return rule.algorithm if rule else device_algorithm(collective, nbytes, self.size)
+
+    def _checked_algorithm(self, collective: str, nbytes: int) -> str:
+        algorithm = self._device_algorithm(collective, nbytes)
+        self._intern(algorithm, collective)
+        return algorithm
 
     def _run_on_device(
         self,
@@ -302,7 +319,7 @@ class Calls:
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        engine.run(self._core, arguments, algorithm, stream, nbytes)
+        engine.run(arguments, algorithm, stream, nbytes)
 
     def _check_stream(self, stream: Stream, engine: DeviceEngine, collective: str) -> None:
         if stream.ordinal not in (None, engine.device):
@@ -326,7 +343,7 @@ class Calls:
             )
         arguments = (COLLECTIVES["barrier"], 0, 0, 0, 0, 0, 0, None, None, 0, 0, 1.0, 0.0)
         self._check_stream(stream, self._device, "barrier")
-        self._device.run(self._core, arguments, "", stream.handle)
+        self._device.run(arguments, "", stream.handle)
         return DeviceWork(self._device, lambda: None, None) if async_op else None
 
     def _in_out(

@@ -22,7 +22,7 @@ from .bootstrap import Bootstrap, detect
 from .calls import integer
 from .config import Settings
 from .connect import connect
-from .device import DeviceEngine, checked_blocks, wait_for
+from .device import checked_blocks, wait_for
 from .errors import ClosedError, DeadlineError, UnsupportedError
 from .flight_recorder import dump_when_told, write_dump
 from .group import Group
@@ -90,7 +90,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         on_node = [r for r in range(self.size) if self.nodes[r] == self.node]
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
         self._closed = False
-        self._device = None
+        self._device = self._device_sum = None
         self._group = None
         self._in_flight = InFlight()
         self._children = itertools.count()
@@ -103,9 +103,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         table = self._table("all_reduce")
         self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:
-            self._device = DeviceEngine(
-                bootstrap, self._core, self.nodes, device, self.max_blocks, settings.gpu_path
-            )
+            self._set_up_device(device)
 
     def split(
         self,
@@ -253,6 +251,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         if self._closed:
             return
         self._closed = True
+        self._device_sum = None
         if self._device is not None:
             self._device.core.close()
         self._core.close()

@@ -30,7 +30,7 @@ from .errors import (
     PeerDiedError,
     UnsupportedError,
 )
-from .tuning.device import device_launch
+from .tuning.device import Launch, device_launch
 from .work import Work
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ class DeviceEngine:
             path, shared=len({i["pid"] for i in infos}) > 1
         )
         self._agree("did not meet the others", _why(core.meet))
+        self.call = core.caller(host)
+        self._options: dict[tuple[str, Launch], object] = {}
         self.memory = DeviceMemory(self)
         if self.fallback and bootstrap.rank == 0:
             warnings.warn(
@@ -230,28 +232,28 @@ class DeviceEngine:
         """What all ranks say. Collective, on the host."""
         return self._bootstrap.all_gather(mine)
 
-    def run(
-        self,
-        comm: Core,
-        arguments: tuple[Any, ...],
-        algorithm: str,
-        stream: int,
-        nbytes: int = 0,
-    ) -> None:
+    def options(self, algorithm: str, nbytes: int) -> object:
+        """How `algorithm` does calls of so many bytes: what the core's call takes."""
+        how = device_launch(algorithm, nbytes, self._bootstrap.size)
+        known = self._options.get((algorithm, how))
+        if known is None:
+            known = self._options[algorithm, how] = _core.device_options(
+                algorithm, blocks=how.blocks, chunk=how.chunk, lines=how.lines, pull=how.pull
+            )
+        return known
+
+    def run(self, arguments: tuple[Any, ...], algorithm: str, stream: int, nbytes: int = 0) -> None:
         """Puts a call of `nbytes` bytes (alike on all ranks) on a stream.
 
         Raises what a peer told on the host, after ending the kernels that wait for it.
         """
-        how = device_launch(algorithm, nbytes, self._bootstrap.size)
         try:
-            self.core.run(
-                comm, arguments, algorithm, stream, how.blocks, how.chunk, how.lines, how.pull
-            )
+            self.call(self.options(algorithm, nbytes), stream, *arguments)
         except (MismatchError, AbortedError, PeerDiedError) as error:
-            self._pass_on(error)
+            self.pass_on(error)
             raise
 
-    def _pass_on(self, error: CollectiveError) -> None:
+    def pass_on(self, error: CollectiveError) -> None:
         """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""
         died, differ = isinstance(error, PeerDiedError), isinstance(error, MismatchError)
         self.core.abort(str(error), "peer_died" if died else "mismatch" if differ else "aborted")
@@ -265,7 +267,7 @@ class DeviceEngine:
         try:
             self.host.look()
         except CollectiveError as error:
-            self._pass_on(error)
+            self.pass_on(error)
             raise
         return False
 

@@ -56,6 +56,9 @@ class Reductions(Calls):
         ):
             # Loaded before it is called: as a method CPython would look it up in all bases first,
             # which takes 12 of 230 ns.
+            device_sum = self._device_sum
+            if device_sum is not None and device_sum(x, out):
+                return x if out is None else out
             plain_sum = self._fast_sum
             if out is None:
                 if plain_sum(x):

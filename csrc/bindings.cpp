@@ -609,34 +609,11 @@ PYBIND11_MODULE(_core, m) {
       .def("make_segment", &DeviceCommunicator::make_segment, Unlocked())
       .def("open_segment", &DeviceCommunicator::open_segment, Unlocked())
       .def("release_segment", &DeviceCommunicator::release_segment, Unlocked())
-      // `arguments`: what Communicator's own calls take; its algorithm is named apart.
-      .def(
-          "run",
-          [](DeviceCommunicator& device, Communicator& comm, const py::tuple& arguments,
-             const std::string& algorithm, std::uintptr_t stream, int blocks, std::uint64_t chunk,
-             bool lines, bool pull) {
-            Call call;
-            Communicator::Options numbers;
-            if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
-                            static_cast<Py_ssize_t>(arguments.size()), comm, &call, &numbers))
-              throw py::error_already_set();
-            DeviceOptions options;
-            options.algorithm = algorithm;
-            options.order = numbers.order;
-            options.factor[0] = numbers.factor[0];
-            options.factor[1] = numbers.factor[1];
-            options.blocks = blocks;
-            options.chunk = chunk;
-            options.lines = lines;
-            options.pull = pull;
-            // A launch can wait for room in the stream's queue, and so for another thread's rank.
-            WithoutGil release;
-            comm.enter_device_call();
-            device.run(call, options, stream);
-          },
-          py::arg("comm"), py::arg("arguments"), py::arg("algorithm"), py::arg("stream"),
-          py::arg("blocks") = 0, py::arg("chunk") = 0, py::arg("lines") = false,
-          py::arg("pull") = false)
+      .def("caller",
+           [](std::shared_ptr<DeviceCommunicator> device, CommunicatorPtr comm) {
+             return py::reinterpret_steal<py::object>(
+                 make_device_call(std::move(comm), std::move(device)));
+           })
       .def("check", &DeviceCommunicator::check)
       .def("idle", &DeviceCommunicator::idle)
       // `kind`: as in name_of().
@@ -650,6 +627,20 @@ PYBIND11_MODULE(_core, m) {
           },
           py::arg("reason"), py::arg("kind") = name_of(ErrorKind::aborted), Unlocked())
       .def("close", &DeviceCommunicator::close, Unlocked());
+
+  m.def(
+      "device_options",
+      [](std::string algorithm, int blocks, std::uint64_t chunk, bool lines, bool pull) {
+        DeviceOptions options;
+        options.algorithm = std::move(algorithm);
+        options.blocks = blocks;
+        options.chunk = chunk;
+        options.lines = lines;
+        options.pull = pull;
+        return py::reinterpret_steal<py::object>(make_device_options(std::move(options)));
+      },
+      py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("chunk") = 0,
+      py::arg("lines") = false, py::arg("pull") = false);
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.
   m.def("time_call", [](Communicator& comm, int warmup, int iterations, bool touch_input,

@@ -175,31 +175,87 @@ void DeviceCommunicator::Impl::leave_mark(cudaStream_t used) {
   if (recorded) check_cuda(cudaEventRecord(last_event, used), "cudaEventRecord");
 }
 
+std::size_t PreparedHash::operator()(const PreparedKey& key) const {
+  u64 hash = 0;
+  for (const u64 word : key.words) hash = (hash ^ word) * 0xff51afd7ed558ccdULL + (hash >> 29);
+  return hash ^ hash >> 32;
+}
+
+Prepared& DeviceCommunicator::Impl::ready(const Call& call, const DeviceOptions& options) {
+  constexpr std::size_t kMost = 512;  // kinds of calls; a program makes a few
+  if (options.id == 0 || call.in.is_table() || call.out.is_table()) {
+    not_kept = prepare(call, options);
+    return not_kept;
+  }
+  PreparedKey key;
+  auto& w = key.words;
+  w[0] = options.id;
+  w[1] = static_cast<u64>(call.collective) | static_cast<u64>(call.dtype) << 8 |
+         static_cast<u64>(call.op) << 16 | static_cast<u64>(options.order) << 24 |
+         static_cast<u64>(call.root) << 32;
+  w[2] = call.count;
+  w[3] = call.in.total(config.nranks);
+  w[4] = call.out.total(config.nranks);
+  static_assert(sizeof options.factor == 2 * sizeof(u64));
+  std::memcpy(&w[5], options.factor, sizeof options.factor);
+  if (!segments.empty()) {  // whether the arrays are symmetric buffers, and which
+    w[7] = reinterpret_cast<std::uintptr_t>(call.input);
+    w[8] = reinterpret_cast<std::uintptr_t>(call.output);
+  }
+  const auto found = prepared.find(key);
+  if (found != prepared.end()) return found->second;
+  if (prepared.size() >= kMost) prepared.clear();
+  return prepared.emplace(key, prepare(call, options)).first->second;
+}
+
 void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& options,
                                    cudaStream_t used) {
+  const std::lock_guard lock(run_mutex);
   check(true);
   if (config.sharing > 1 && (used == nullptr || used == cudaStreamLegacy))
     throw Error(ErrorKind::invalid,
                 "ranks that are threads and share a GPU need a stream each, and this call is on "
                 "the default stream, which they have in common: use `with "
                 "cupy.cuda.Stream(non_blocking=True):` or `with torch.cuda.stream(...)`");
+  const OnDevice current(config.device);
+  Prepared& made = ready(call, options);
+  last_signature = made.signature;
+  follow(used);
+  const auto launch = [&](auto& c, auto kernel) {
+    c.input = reinterpret_cast<const unsigned char*>(call.input);
+    c.output = reinterpret_cast<unsigned char*>(call.output);
+    check_cuda(static_cast<cudaError_t>(kernel(c, made.grid, used)), "launching a kernel");
+  };
+  if (auto* one_shot = std::get_if<OneShotCall>(&made.call))
+    launch(*one_shot, launch_one_shot);
+  else if (auto* two_shot = std::get_if<TwoShotCall>(&made.call))
+    launch(*two_shot, launch_two_shot);
+  else if (auto* exchange = std::get_if<ExchangeCall>(&made.call))
+    launch(*exchange, launch_exchange);
+  else
+    launch(std::get<PlanCall>(made.call), launch_plan);
+  leave_mark(used);
+}
+
+Prepared DeviceCommunicator::Impl::prepare(const Call& call, const DeviceOptions& options) {
   const std::string undefined =
       reduces(call.collective) ? why_unsupported(call.op, call.dtype) : std::string{};
   if (!undefined.empty()) throw Error(ErrorKind::unsupported, undefined);
-  const OnDevice current(config.device);
+  Prepared made;
   const DirectPath direct = direct_path(call, options);
-  last_signature = sign(call, options, direct);
-  const std::uint64_t hash = last_signature.hash();
+  made.signature = sign(call, options, direct);
+  const Signature& signature = made.signature;
+  const std::uint64_t hash = signature.hash();
   CallHead head{};
-  head.count = last_signature.count;
+  head.count = signature.count;
   head.hash = static_cast<u32>(hash ^ hash >> 32);
   u64 algorithm = 0;
-  for (const char c : std::string{last_signature.algorithm})
+  for (const char c : std::string{signature.algorithm})
     algorithm = algorithm * 31 + static_cast<unsigned char>(c);
   head.signature_word =
-      static_cast<u64>(last_signature.collective) | static_cast<u64>(last_signature.dtype) << 8 |
-      static_cast<u64>(last_signature.op) << 16 | static_cast<u64>(last_signature.order) << 24 |
-      static_cast<u64>(last_signature.root & 0xffff) << 32 | (algorithm & 0xffff) << 48;
+      static_cast<u64>(signature.collective) | static_cast<u64>(signature.dtype) << 8 |
+      static_cast<u64>(signature.op) << 16 | static_cast<u64>(signature.order) << 24 |
+      static_cast<u64>(signature.root & 0xffff) << 32 | (algorithm & 0xffff) << 48;
   Arithmetic arithmetic{};
   arithmetic.reducer = {static_cast<u32>(call.dtype), static_cast<u32>(combine_of(call.op))};
   arithmetic.element = static_cast<u32>(size_of(call.dtype));
@@ -211,23 +267,32 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
       call.dtype != Dtype::complex128)
     throw Error(ErrorKind::invalid, "a complex factor needs complex arrays");
 
-  follow(used);
-  if (!launch_direct(direct, call, options, head, arithmetic, used))
-    launch_program(call, options, head, arithmetic, used);
-  leave_mark(used);
+  switch (direct.kind) {
+    case DirectPath::Kind::none:
+      prepare_program(call, options, head, arithmetic, &made);
+      break;
+    case DirectPath::Kind::packets:
+    case DirectPath::Kind::lines:
+      prepare_one_shot(direct, call, options, head, arithmetic, &made);
+      break;
+    case DirectPath::Kind::two_shot:
+      prepare_shares(direct, call, options, head, arithmetic, &made);
+      break;
+    case DirectPath::Kind::exchange:
+      prepare_pairs(call, options, head, &made);
+      break;
+  }
+  return made;
 }
 
-void DeviceCommunicator::Impl::launch_program(const Call& call, const DeviceOptions& options,
-                                              const CallHead& head, const Arithmetic& arithmetic,
-                                              cudaStream_t used) {
+void DeviceCommunicator::Impl::prepare_program(const Call& call, const DeviceOptions& options,
+                                               const CallHead& head, const Arithmetic& arithmetic,
+                                               Prepared* made) {
   const int n = config.nranks;
-  PlanCall c{};
+  PlanCall& c = made->call.emplace<PlanCall>();
   c.world = world;
   c.head = head;
   c.arithmetic = arithmetic;
-  c.input = reinterpret_cast<const unsigned char*>(call.input);
-  c.output = reinterpret_cast<unsigned char*>(call.output);
-  int grid = 1;
   // A barrier, and an empty call, are the agreement alone.
   if (call.collective != Collective::barrier && head.count != 0) {
     const Uploaded& u = uploaded({options.algorithm, call.collective,
@@ -274,10 +339,9 @@ void DeviceCommunicator::Impl::launch_program(const Call& call, const DeviceOpti
     std::copy(u.channels.begin(), u.channels.end(), c.channel);
     c.cells = program.scratch_cells;
     c.cell_bytes = (segment * e + 63) / 64 * 64;
-    grid = c.lanes * c.channels;
-    c.scratch = scratch(c.cell_bytes * c.cells * grid);
+    made->grid = c.lanes * c.channels;
+    c.scratch = scratch(c.cell_bytes * c.cells * made->grid);
   }
-  check_cuda(static_cast<cudaError_t>(launch_plan(c, grid, used)), "launching a kernel");
 }
 
 }  // namespace collectives

@@ -262,6 +262,7 @@ void DeviceCommunicator::meet() {
 }
 
 void DeviceCommunicator::define(const std::string& algorithm, const Schedule& schedule) {
+  impl_->prepared.clear();
   impl_->defined[{algorithm, schedule.collective}][schedule.world.root] = schedule;
 }
 

@@ -86,24 +86,13 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   return path;
 }
 
-bool DeviceCommunicator::Impl::launch_direct(const DirectPath& path, const Call& call,
-                                             const DeviceOptions& options, const CallHead& head,
-                                             const Arithmetic& arithmetic, cudaStream_t used) {
-  if (path.kind == DirectPath::Kind::none) return false;
-  if (path.kind == DirectPath::Kind::two_shot) {
-    launch_share_kernel(path, call, options, head, arithmetic, used);
-    return true;
-  }
-  if (path.kind == DirectPath::Kind::exchange) {
-    launch_pairs(call, options, head, used);
-    return true;
-  }
-  OneShotCall c{};
+void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Call& call,
+                                                const DeviceOptions& options, const CallHead& head,
+                                                const Arithmetic& arithmetic, Prepared* made) {
+  OneShotCall& c = made->call.emplace<OneShotCall>();
   c.world = world;
   c.head = head;
   c.arithmetic = arithmetic;
-  c.input = input_of(call);
-  c.output = output_of(call);
   c.bytes = call.count * arithmetic.element;
   c.lines = path.kind == DirectPath::Kind::lines;
   const u64 units = (c.bytes + 7) / 8;
@@ -112,19 +101,15 @@ bool DeviceCommunicator::Impl::launch_direct(const DirectPath& path, const Call&
   int most = std::min(kOneShotBlocks, one_shot_blocks);
   if (config.max_blocks > 0) most = std::min(most, config.max_blocks);
   if (options.blocks > 0) most = std::min(most, options.blocks);
-  const int grid = static_cast<int>(std::min<u64>(most, (threads + kThreads - 1) / kThreads));
-  check_cuda(static_cast<cudaError_t>(launch_one_shot(c, grid, used)), "launching a kernel");
-  return true;
+  made->grid = static_cast<int>(std::min<u64>(most, (threads + kThreads - 1) / kThreads));
 }
 
-void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const Call& call,
-                                                   const DeviceOptions& options,
-                                                   const CallHead& head,
-                                                   const Arithmetic& arithmetic,
-                                                   cudaStream_t used) {
+void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call& call,
+                                              const DeviceOptions& options, const CallHead& head,
+                                              const Arithmetic& arithmetic, Prepared* made) {
   const int n = config.nranks;
   const u64 e = arithmetic.element;
-  TwoShotCall c{};
+  TwoShotCall& c = made->call.emplace<TwoShotCall>();
   c.world = world;
   c.head = head;
   c.arithmetic = arithmetic;
@@ -132,11 +117,10 @@ void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const
   c.spread = path.spread;
   c.input_is_share = call.collective == Collective::all_gather;
   c.output_is_share = call.collective == Collective::reduce_scatter;
-  c.input = input_of(call);
-  c.output = output_of(call);
   for (int q = 0; q < n; ++q) {
-    if (path.input != nullptr) c.inputs[q] = path.input->at[q] + (c.input - path.input->own);
-    if (path.output != nullptr) c.outputs[q] = path.output->at[q] + (c.output - path.output->own);
+    if (path.input != nullptr) c.inputs[q] = path.input->at[q] + (input_of(call) - path.input->own);
+    if (path.output != nullptr)
+      c.outputs[q] = path.output->at[q] + (output_of(call) - path.output->own);
   }
   u64 longest = 0;
   if (call.collective == Collective::all_reduce) {
@@ -162,17 +146,15 @@ void DeviceCommunicator::Impl::launch_share_kernel(const DirectPath& path, const
     if (options.chunk != 0) c.chunk_bytes = std::min(c.chunk_bytes, rounded(options.chunk, 128));
   }
   c.chunks = static_cast<u32>((c.block_bytes + c.chunk_bytes - 1) / c.chunk_bytes);
-  check_cuda(static_cast<cudaError_t>(launch_two_shot(c, grid, used)), "launching a kernel");
+  made->grid = grid;
 }
 
-void DeviceCommunicator::Impl::launch_pairs(const Call& call, const DeviceOptions& options,
-                                            const CallHead& head, cudaStream_t used) {
+void DeviceCommunicator::Impl::prepare_pairs(const Call& call, const DeviceOptions& options,
+                                             const CallHead& head, Prepared* made) {
   const u64 e = size_of(call.dtype);
-  ExchangeCall c{};
+  ExchangeCall& c = made->call.emplace<ExchangeCall>();
   c.world = world;
   c.head = head;
-  c.input = input_of(call);
-  c.output = output_of(call);
   for (int q = 0; q < config.nranks; ++q) {
     c.send[q] = {call.in.offset(q) * e, call.in.length(q) * e};
     c.receive[q] = {call.out.offset(q) * e, call.out.length(q) * e};
@@ -185,7 +167,7 @@ void DeviceCommunicator::Impl::launch_pairs(const Call& call, const DeviceOption
   c.chunk_bytes = std::min(kExchangeChunkBytes, u64{world.geometry.slot_bytes});
   const u64 most = rounded((longest + grid - 1) / grid, 128);
   c.chunks = static_cast<u32>((most + c.chunk_bytes - 1) / c.chunk_bytes);
-  check_cuda(static_cast<cudaError_t>(launch_exchange(c, grid, used)), "launching a kernel");
+  made->grid = grid;
 }
 
 }  // namespace collectives

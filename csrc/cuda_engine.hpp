@@ -4,12 +4,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "cuda_call.hpp"
@@ -52,6 +55,21 @@ struct DirectPath {
   std::string place(const Call& call) const;  // in words
 };
 
+// All that a call's kernel is told, but where the caller's arrays are.
+struct Prepared {
+  std::variant<PlanCall, OneShotCall, TwoShotCall, ExchangeCall> call;
+  int grid = 1;
+  Signature signature;
+};
+// What it depends on.
+struct PreparedKey {
+  std::array<u64, 14> words{};
+  bool operator==(const PreparedKey& other) const { return words == other.words; }
+};
+struct PreparedHash {
+  std::size_t operator()(const PreparedKey& key) const;
+};
+
 }  // namespace device
 
 struct DeviceCommunicator::Impl {
@@ -75,17 +93,19 @@ struct DeviceCommunicator::Impl {
   void follow(cudaStream_t stream);
   void leave_mark(cudaStream_t stream);
   device::DirectPath direct_path(const Call& call, const DeviceOptions& options) const;
-  // False if there is none.
-  bool launch_direct(const device::DirectPath& path, const Call& call, const DeviceOptions& options,
-                     const device::CallHead& head, const device::Arithmetic& arithmetic,
-                     cudaStream_t stream);
-  void launch_share_kernel(const device::DirectPath& path, const Call& call,
-                           const DeviceOptions& options, const device::CallHead& head,
-                           const device::Arithmetic& arithmetic, cudaStream_t stream);
-  void launch_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
-                    cudaStream_t stream);
-  void launch_program(const Call& call, const DeviceOptions& options, const device::CallHead& head,
-                      const device::Arithmetic& arithmetic, cudaStream_t stream);
+  // The call made ready: from the calls before, if one was alike.
+  device::Prepared& ready(const Call& call, const DeviceOptions& options);
+  device::Prepared prepare(const Call& call, const DeviceOptions& options);
+  void prepare_one_shot(const device::DirectPath& path, const Call& call,
+                        const DeviceOptions& options, const device::CallHead& head,
+                        const device::Arithmetic& arithmetic, device::Prepared* made);
+  void prepare_shares(const device::DirectPath& path, const Call& call,
+                      const DeviceOptions& options, const device::CallHead& head,
+                      const device::Arithmetic& arithmetic, device::Prepared* made);
+  void prepare_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
+                     device::Prepared* made);
+  void prepare_program(const Call& call, const DeviceOptions& options, const device::CallHead& head,
+                       const device::Arithmetic& arithmetic, device::Prepared* made);
 
   DeviceConfig config;
   int blocks = 0;            // of kernels whose blocks speak with their like on all ranks
@@ -102,6 +122,10 @@ struct DeviceCommunicator::Impl {
   std::unique_ptr<device::Memory> progress;  // where it is not in the arena
   device::DeviceWorld world{};
   Signature last_signature;
+  std::mutex run_mutex;  // threads may share a communicator
+  // Calls made ready; forgotten when what they rest on changes.
+  std::unordered_map<device::PreparedKey, device::Prepared, device::PreparedHash> prepared;
+  device::Prepared not_kept;
   std::map<ProgramKey, device::Uploaded> programs;
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined;
   std::map<std::uint64_t, device::Segment> segments;  // symmetric buffers

@@ -35,6 +35,7 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
     made.at.assign(made.memory->all(), made.memory->all() + m.config.nranks);
   }
   const auto at = reinterpret_cast<std::uintptr_t>(made.own);
+  m.prepared.clear();
   m.segments[id] = std::move(made);
   m.made.reset();
   return at;
@@ -43,6 +44,7 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
 void DeviceCommunicator::release_segment(std::uint64_t id) {
   const WhileCapturing relaxed;
   const OnDevice current(impl_->config.device);
+  impl_->prepared.clear();
   impl_->segments.erase(id);
 }
 

@@ -40,6 +40,8 @@ struct DeviceConfig {
 };
 
 struct DeviceOptions {
+  // Equal only where algorithm, blocks, chunk, lines and pull are; 0: calls are not remembered.
+  std::uint64_t id = 0;
   std::string algorithm;
   Order order = Order::any;
   double factor[2] = {1, 0};  // premul_sum

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "communicator.hpp"
+#include "device.hpp"
 
 namespace collectives {
 
@@ -58,5 +59,12 @@ using WrapWork = PyObject* (*)(std::shared_ptr<Work>);
 std::vector<PyObject*> make_call_functions(
     std::shared_ptr<Communicator> comm,
     std::vector<std::pair<std::uint64_t, int>> all_reduce_choice, WrapWork wrap_work);
+
+// New references. How a call on device arrays is done, as an object that the function below takes:
+// make it once.
+PyObject* make_device_options(DeviceOptions options);
+// call(options, stream, ...), with the 13 numbers of parse_call, on the GPU. Throws PythonError.
+PyObject* make_device_call(std::shared_ptr<Communicator> comm,
+                           std::shared_ptr<DeviceCommunicator> device);
 
 }  // namespace collectives

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collectives import _core, array, calls, communicator
+from collectives import _core, array, calls
 from collectives.array import View
 from collectives.array import device as device_arrays
 
@@ -120,6 +120,8 @@ class ndarray:
         self.dtype, self.memptr = np.dtype(dtype), memptr
         assert self.dtype.type.__module__ == "numpy", f"cupy has no {dtype}"
         self.device, self.shape = Device(memptr.mem.device_id), shape
+        # Looked at through the interface, then, and so by what `install` puts in place of that.
+        self.flags = types.SimpleNamespace(c_contiguous=False)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -318,7 +320,7 @@ class _Core:
     def close(self) -> None:
         pass
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, kind: str = "aborted") -> None:
         pass
 
 
@@ -328,13 +330,19 @@ class Engine:
     bounds: ClassVar[list[int]] = []
 
     def __init__(
-        self, bootstrap: Any, host: Any, nodes: Any, device: int, max_blocks: int = 0
+        self,
+        bootstrap: Any,
+        host: Any,
+        nodes: Any,
+        device: int,
+        max_blocks: int = 0,
+        path: str = "auto",
     ) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
         self.place = f"cuda:{device}"
         self.bounds.append(max_blocks)
 
-    def run(self, comm: Any, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:
+    def run(self, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:
         assert stream == current().ptr
         self._bootstrap.barrier()
         current().advance(CALL_NS)
@@ -363,6 +371,7 @@ def install(monkeypatch: Any, gpus: int = 2) -> Any:
     Graph.launches = 0
     for each in (Stream, Event, Device, UnownedMemory, MemoryPointer):
         setattr(cuda, each.__name__, each)
+    cuda.get_current_stream = current  # type: ignore[attr-defined]
     cuda.alloc = Allocation  # type: ignore[attr-defined]
     cuda.runtime = Runtime(gpus)  # type: ignore[attr-defined]
     cuda.nccl = nccl  # type: ignore[attr-defined]
@@ -372,8 +381,7 @@ def install(monkeypatch: Any, gpus: int = 2) -> Any:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(_core, "device_count", lambda: (gpus, "" if gpus else "no GPU was found"))
     monkeypatch.setattr(device_arrays, "cuda_view", _cuda_view)
-    for module in (communicator, calls):
-        monkeypatch.setattr(module, "DeviceEngine", Engine)
+    monkeypatch.setattr(calls, "DeviceEngine", Engine)
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "NCCL_NVLS_ENABLE"):
         monkeypatch.setenv(name, "")  # so that what the commands set is taken back
         monkeypatch.delenv(name)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives import _core, array, calls, communicator, device
+from collectives import _core, array, calls, device
 from collectives.array import View, stream_of
 from collectives.array import device as device_arrays
 from collectives.errors import ArrayTypeError
@@ -124,10 +124,10 @@ class Engine:
     def __init__(self, bootstrap, host, nodes, device, max_blocks=0, path="auto"):
         self.host, self.device, self.max_blocks = host, device, max_blocks
         self.place = f"cuda:{device}"
-        self.core = SimpleNamespace(close=lambda: None, abort=lambda reason: None)
+        self.core = SimpleNamespace(close=lambda: None, abort=lambda reason, kind="aborted": None)
         self.calls, self.waits = [], 0
 
-    def run(self, comm, arguments, algorithm, stream, *more):
+    def run(self, arguments, algorithm, stream, *more):
         self.calls.append((_core.collectives[arguments[0]], algorithm, stream))
 
     def wait(self, timeout):
@@ -138,7 +138,6 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     """Device arrays are accepted, and their calls go to `Engine`."""
-    monkeypatch.setattr(communicator, "DeviceEngine", Engine)
     monkeypatch.setattr(calls, "DeviceEngine", Engine)
     look = device_arrays.cuda_view
 
@@ -345,9 +344,9 @@ def test_a_jax_array_on_a_gpu_is_read_and_a_new_one_comes_back(on_gpu, monkeypat
     def body(comm):
         run = comm._device.run
 
-        def noted(core, arguments, algorithm, stream, *more):
+        def noted(arguments, algorithm, stream, *more):
             seen.update(input=arguments[4], output=arguments[5], stream=stream)
-            run(core, arguments, algorithm, stream, *more)
+            run(arguments, algorithm, stream, *more)
 
         comm._device.run = noted
         got = comm.all_reduce(x)
@@ -505,15 +504,15 @@ class _Kernels:
     """The core of an engine whose kernels wait for a peer."""
 
     def __init__(self):
-        self.reason = ""
+        self.reason = self.kind = ""
 
     def idle(self):
         if self.reason:
             raise cc.AbortedError(self.reason)
         return False
 
-    def abort(self, reason):
-        self.reason = reason
+    def abort(self, reason, kind="aborted"):
+        self.reason, self.kind = reason, kind
 
 
 @pytest.mark.parametrize("how", ["synchronize", "wait", "done"])
@@ -534,10 +533,11 @@ def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host(how):
                 work.wait(60)
             else:
                 comm.all_reduce(np.ones(4))
-        return engine.core.reason
+        return engine.core.kind, engine.core.reason
 
-    reasons = cc.run_threads(2, body, timeout=100)
-    assert "same side" in reasons[1] and not reasons[0]
+    on_host, on_gpu = cc.run_threads(2, body, timeout=100)
+    assert on_host == ("", "")
+    assert on_gpu[0] == "mismatch" and "same side" in on_gpu[1]
 
 
 def test_views_of_devices_say_where_they_are():

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArrayTypeError, UnsupportedError
-from .dtypes import name_of_numpy
+from .dtypes import NUMPY_DTYPES, name_of_numpy
 from .kind import Kind
 from .views import View, is_c_contiguous, no_gpu_error, readonly_error, strides_error
+
+# What the CUDA array interface, version 3, calls the legacy default stream: 0 is no stream there.
+_LEGACY_STREAM = 1
 
 
 class Cuda(Kind):
@@ -27,6 +30,33 @@ class Cuda(Kind):
             with x.device:
                 return cupy.empty(shape, x.dtype)
         raise UnsupportedError(f"cannot make a device array like a {type(x).__name__}; pass out=")
+
+
+class Cupy(Cuda):
+    """cupy's own arrays, read without the interface, which takes them 2 µs to make."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._current_stream = cupy.cuda.get_current_stream
+
+    def stream(self) -> int:
+        """cupy's current stream, as an integer."""
+        return self._current_stream().ptr or _LEGACY_STREAM
+
+    def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
+        if not gpu or not x.flags.c_contiguous:
+            return super().view(x, writable, what, gpu)  # says why not
+        dtype, data = x.dtype, x.data
+        return View(
+            data.ptr,
+            x.size,
+            NUMPY_DTYPES.get(dtype) or name_of_numpy(dtype, what),
+            x.shape,
+            False,
+            "cuda",
+            x,
+            f"cuda:{data.device_id}",
+            self.stream(),
+        )
 
 
 def cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> View:

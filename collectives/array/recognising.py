@@ -39,9 +39,10 @@ def _kind_of(x: Any, what: str) -> Kind:
 
         return Jax(jax)
     if hasattr(x, "__cuda_array_interface__"):
-        from .device import Cuda
+        from .device import Cuda, Cupy
 
-        return Cuda()
+        cupy = sys.modules.get("cupy")
+        return Cupy(cupy) if cupy is not None and type(x) is cupy.ndarray else Cuda()
     try:
         memoryview(x)
     except TypeError:

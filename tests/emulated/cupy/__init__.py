@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class ndarray:
         self.data = memptr if memptr is not None else cuda.alloc(self.nbytes)
         self.strides = strides
         self.device = self.data.device
+        self.flags = SimpleNamespace(c_contiguous=self.size == 0 or strides is None)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class MemoryPointer:
         self.mem, self.offset = mem, offset
         self.ptr = mem.ptr + offset
         self.device = mem.device
+        self.device_id = mem.device.id
 
 
 def alloc(size: int) -> MemoryPointer:
