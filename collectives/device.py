@@ -253,6 +253,11 @@ class DeviceEngine:
             self.pass_on(error)
             raise
 
+    def close(self) -> None:
+        """Ends the rank's part, once its calls on the GPU have."""
+        self.core.close()
+        self.memory.forget()
+
     def pass_on(self, error: CollectiveError) -> None:
         """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""
         died, differ = isinstance(error, PeerDiedError), isinstance(error, MismatchError)

@@ -218,6 +218,7 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
                 "the default stream, which they have in common: use `with "
                 "cupy.cuda.Stream(non_blocking=True):` or `with torch.cuda.stream(...)`");
   const OnDevice current(config.device);
+  if (registered != 0 && options.algorithm == "direct_two_shot") forget_freed(call);
   Prepared& made = ready(call, options);
   last_signature = made.signature;
   follow(used);

@@ -60,6 +60,8 @@ void DeviceCommunicator::Impl::close() {
   cudaGetDevice(&before);
   cudaSetDevice(config.device);
   if (recorded) cudaEventSynchronize(last_event);
+  for (auto& [id, segment] : segments)  // symmetric buffers live as long as their arrays
+    if (segment.buffer != 0) segment = {};
   for (auto& [key, program] : programs)
     if (program.memory != nullptr) cudaFree(program.memory);
   for (void* p : scratches) cudaFree(p);

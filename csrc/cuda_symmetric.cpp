@@ -44,8 +44,16 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
 void DeviceCommunicator::release_segment(std::uint64_t id) {
   const WhileCapturing relaxed;
   const OnDevice current(impl_->config.device);
-  impl_->prepared.clear();
-  impl_->segments.erase(id);
+  Impl& m = *impl_;
+  const std::lock_guard lock(m.run_mutex);
+  const auto found = m.segments.find(id);
+  if (found == m.segments.end()) return;
+  m.prepared.clear();
+  if (found->second.buffer != 0) {
+    if (m.recorded) cudaEventSynchronize(m.last_event);  // kernels may be at work in peers' arrays
+    --m.registered;
+  }
+  m.segments.erase(found);
 }
 
 }  // namespace collectives

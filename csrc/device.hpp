@@ -85,6 +85,12 @@ class DeviceCommunicator {
   std::uintptr_t open_segment(std::uint64_t id, const std::vector<std::string>& handles);
   void release_segment(std::uint64_t id);
 
+  // Arrays that lie in memory that others have allocated. Collective: export_array() says how peers
+  // find this rank's, or why they cannot; open_array() maps those of all ranks, if none said so.
+  // From then on it is used as a symmetric buffer is, until release_segment().
+  std::string export_array(std::uintptr_t address, std::uint64_t bytes, std::string* why);
+  void open_array(std::uint64_t id, std::uint64_t bytes, const std::vector<std::string>& handles);
+
   // The schedule of an algorithm that the registry does not know.
   void define(const std::string& algorithm, const Schedule& schedule);
 

@@ -350,6 +350,9 @@ class Engine:
     def wait(self, timeout: float | None) -> bool:
         return True
 
+    def close(self) -> None:
+        pass
+
 
 def _cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> View:
     interface = x.__cuda_array_interface__

@@ -134,6 +134,9 @@ class Engine:
         self.waits += 1
         return True
 
+    def close(self):
+        pass
+
 
 @pytest.fixture
 def engine(monkeypatch):

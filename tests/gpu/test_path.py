@@ -27,10 +27,9 @@ if not GPUS:
     pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 
-from on_device import OnDevice, run_on, some  # noqa: E402
+from on_device import EMULATED, OnDevice, run_on, some  # noqa: E402
 
 ALL = list(range(GPUS))
-EMULATED = "emulated" in str(cupy.__file__)
 emulated = pytest.mark.skipif(not EMULATED or GPUS < 2, reason="needs links that can be broken")
 HERE = Path(__file__).parent
 
