@@ -67,7 +67,8 @@ def main() -> None:
     second.close()
     assert mapped() == before + EMULATED
     check(array(4096 * comm.rank))
-    comm.close()  # ends what is open
+    comm.close()  # ends what is open: only this process's own two allocations are left
+    assert mapped() == 2 * EMULATED
     assert third.why == "the communicator is closed"
     print("all right", flush=True)
 
