@@ -112,14 +112,15 @@ class UnownedMemory:
 
 class MemoryPointer:
     def __init__(self, mem: UnownedMemory, offset: int) -> None:
-        self.mem, self.ptr = mem, mem.ptr + offset
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
 
 
 class ndarray:
     def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: MemoryPointer) -> None:
-        self.dtype, self.memptr = np.dtype(dtype), memptr
+        self.dtype, self.data = np.dtype(dtype), memptr
         assert self.dtype.type.__module__ == "numpy", f"cupy has no {dtype}"
         self.device, self.shape = Device(memptr.mem.device_id), shape
+        self.size = int(np.prod(shape))
         # Looked at through the interface, then, and so by what `install` puts in place of that.
         self.flags = types.SimpleNamespace(c_contiguous=False)
 
@@ -129,7 +130,7 @@ class ndarray:
             "version": 3,
             "shape": self.shape,
             "typestr": self.dtype.str,
-            "data": (self.memptr.ptr, False),
+            "data": (self.data.ptr, False),
             "stream": current().ptr,
         }
 

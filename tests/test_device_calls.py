@@ -271,7 +271,8 @@ def test_the_smallest_bound_counts_for_all(monkeypatch):
 
 
 @pytest.mark.torch
-def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu():
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "object"])
+def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu(raw):
     torch = pytest.importorskip("torch")
     from collectives.array.torch_tensors import Torch
 
@@ -289,9 +290,14 @@ def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu():
         is_conj = is_neg = lambda self: False
         data_ptr = lambda self: 4096  # noqa: E731
         numel = lambda self: 6  # noqa: E731
+        get_device = lambda self: 1  # noqa: E731
+
+    def raw_stream(index):
+        return current_stream(torch.device("cuda", index)).cuda_stream
 
     cuda = SimpleNamespace(current_stream=current_stream)
-    fake = SimpleNamespace(strided=torch.strided, cuda=cuda)
+    inside = SimpleNamespace(_cuda_getCurrentRawStream=raw_stream) if raw else SimpleNamespace()
+    fake = SimpleNamespace(strided=torch.strided, cuda=cuda, _C=inside)
     v = Torch(fake).view(Tensor(), True, "x", True)
     assert (v.device, v.stream, v.pointer, v.count) == ("cuda:1", 1001, 4096, 6)
     assert asked == [torch.device("cuda", 1)]
