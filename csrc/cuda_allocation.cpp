@@ -10,37 +10,37 @@
 namespace collectives::device {
 namespace {
 
-// cuPointerGetAttribute of the driver, and the attributes that are asked for, by CUDA's numbers.
+// Functions of the driver, and the attributes that are asked for, by CUDA's numbers.
 using PointerGetAttribute = int (*)(void* value, int attribute, u64 address);
-enum : int {
-  kBufferId = 7,
-  kIsManaged = 8,
-  kIsIpcCapable = 10,
-  kRangeStart = 11,
-  kRangeSize = 12,
-  kMemoryPool = 17
-};
+using MemGetAddressRange = int (*)(u64* base, std::size_t* bytes, u64 address);
+enum : int { kBufferId = 7, kIsManaged = 8, kIsIpcCapable = 10, kMemoryPool = 17 };
 
-PointerGetAttribute find_function() {
-  constexpr const char* kName = "cuPointerGetAttribute";
+template <class Function>
+Function of_driver(const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-  cudaGetDriverEntryPointByVersion(kName, &found, 11040, cudaEnableDefault, &result);
+  cudaGetDriverEntryPointByVersion(name, &found, 11040, cudaEnableDefault, &result);
 #elif CUDART_VERSION >= 12000
-  cudaGetDriverEntryPoint(kName, &found, cudaEnableDefault, &result);
+  cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #else
-  if (cudaGetDriverEntryPoint(kName, &found, cudaEnableDefault) == cudaSuccess)
+  if (cudaGetDriverEntryPoint(name, &found, cudaEnableDefault) == cudaSuccess)
     result = cudaDriverEntryPointSuccess;
 #endif
   cudaGetLastError();
-  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<PointerGetAttribute>(found)
-                                               : nullptr;
+  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
 }
 template <class T>
 bool ask(int attribute, u64 address, T* value) {
-  static const PointerGetAttribute function = find_function();
+  static const auto function = of_driver<PointerGetAttribute>("cuPointerGetAttribute");
   return function != nullptr && function(value, attribute, address) == 0;
+}
+bool ask_range(u64 address, Allocation* found) {
+  static const auto function = of_driver<MemGetAddressRange>("cuMemGetAddressRange");
+  std::size_t bytes = 0;
+  const bool known = function != nullptr && function(&found->base, &bytes, address) == 0;
+  found->bytes = bytes;
+  return known;
 }
 
 }  // namespace
@@ -66,8 +66,7 @@ Allocation allocation_of(const void* address) {
         "CUDA IPC does not take it: it is virtual memory, as torch's expandable segments are, or "
         "not "
         "a GPU's";
-  } else if (!ask(kRangeStart, at, &found.base) || !ask(kRangeSize, at, &found.bytes) ||
-             !ask(kBufferId, at, &found.buffer) || found.buffer == 0) {
+  } else if (!ask_range(at, &found) || !ask(kBufferId, at, &found.buffer) || found.buffer == 0) {
     found.why = "the driver does not tell its allocation";
   }
   return found;

@@ -622,7 +622,7 @@ static int pointer_attribute(void* value, int attribute, unsigned long long addr
   const std::lock_guard lock(memory().mutex);
   const auto found = allocation_of(reinterpret_cast<const void*>(address));
   if (found == memory().all.end()) return 1;
-  const auto& [base, one] = *found;
+  const Allocation& one = found->second;
   switch (attribute) {
     case 7:  // CU_POINTER_ATTRIBUTE_BUFFER_ID
       *static_cast<unsigned long long*>(value) = one.buffer;
@@ -633,12 +633,6 @@ static int pointer_attribute(void* value, int attribute, unsigned long long addr
     case 10:  // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
       *static_cast<int*>(value) = !one.pool && !one.opened;
       return 0;
-    case 11:  // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-      *static_cast<void**>(value) = base;
-      return 0;
-    case 12:  // CU_POINTER_ATTRIBUTE_RANGE_SIZE
-      *static_cast<std::size_t*>(value) = one.bytes;
-      return 0;
     case 17:  // CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
       *static_cast<void**>(value) = one.pool ? &memory() : nullptr;
       return 0;
@@ -646,12 +640,22 @@ static int pointer_attribute(void* value, int attribute, unsigned long long addr
       return 1;
   }
 }
+static int address_range(unsigned long long* base, std::size_t* bytes, unsigned long long address) {
+  const std::lock_guard lock(memory().mutex);
+  const auto found = allocation_of(reinterpret_cast<const void*>(address));
+  if (found == memory().all.end()) return 1;
+  *base = reinterpret_cast<unsigned long long>(found->first);
+  *bytes = found->second.bytes;
+  return 0;
+}
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  const bool known = std::strcmp(name, "cuPointerGetAttribute") == 0;
-  *function = known ? reinterpret_cast<void*>(&pointer_attribute) : nullptr;
-  *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  const std::string wanted = name;
+  *function = wanted == "cuPointerGetAttribute"  ? reinterpret_cast<void*>(&pointer_attribute)
+              : wanted == "cuMemGetAddressRange" ? reinterpret_cast<void*>(&address_range)
+                                                 : nullptr;
+  *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
