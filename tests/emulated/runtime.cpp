@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,9 +34,16 @@ int devices() {
   static const int n = setting("EMULATED_GPUS", 2);
   return n;
 }
-int processors() {
-  static const int n = setting("EMULATED_PROCESSORS", 8);
-  return n;
+// Of a device: "8 3" has 8 for the first and 3 for all others.
+int processors(int device) {
+  static const auto all = [] {
+    const char* words = std::getenv("EMULATED_PROCESSORS");
+    std::istringstream text(words != nullptr && *words != 0 ? words : "8");
+    std::vector<int> found;
+    for (int n = 0; text >> n;) found.push_back(n);
+    return found;
+  }();
+  return device < static_cast<int>(all.size()) ? all[static_cast<std::size_t>(device)] : all.back();
 }
 
 thread_local int current_device = 0;
@@ -142,7 +150,7 @@ Places& places(int device) {
   static auto* const all = [] {
     auto* made = new std::vector<std::unique_ptr<Places>>;
     for (int d = 0; d < devices(); ++d)
-      made->push_back(std::make_unique<Places>(processors() * emulated::kBlocksOfProcessor));
+      made->push_back(std::make_unique<Places>(processors(d) * emulated::kBlocksOfProcessor));
     return made;
   }();
   return *(*all)[static_cast<std::size_t>(device)];
@@ -449,9 +457,9 @@ cudaError_t cudaSetDevice(int device) {
   current_device = device;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int device) {
   if (what != cudaDevAttrMultiProcessorCount) return fail(cudaErrorInvalidValue);
-  *value = processors();
+  *value = processors(device);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* words, int length, int device) {

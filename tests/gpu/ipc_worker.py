@@ -23,7 +23,7 @@ def main() -> None:
     # Memory that processes share has no name, and no way in once all have mapped it.
     files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
     assert not [file for file in files if "collectives-gpu" in file], files
-    print(f"path {comm._device.path}\nall right", flush=True)
+    print(f"path {comm._device.path}, {comm._device.blocks} blocks\nall right", flush=True)
     comm.close()
 
 

@@ -171,6 +171,24 @@ def test_processes_without_peer_access() -> None:
     assert "cannot map each other's memory: cudaErrorPeerAccessUnsupported" in words, words
 
 
+def test_the_variable_is_equal_on_all_ranks() -> None:
+    def body(comm: cc.Communicator) -> bool:
+        comm._gpu_path = ("host", "auto")[comm.rank]
+        with pytest.raises(cc.ConfigError, match=r"differs .* \(rank 0: host, rank 1: auto\)"):
+            comm.all_reduce(cupy.empty(8, "float32"))
+        return True
+
+    assert cc.run_threads(2, body, timeout=20) == [True] * 2
+
+
+@emulated
+@pytest.mark.parametrize("path", ["peer", "host"])
+def test_gpus_of_different_kinds(path: str) -> None:
+    """One GPU has room for fewer blocks than the other: all ranks take what it has."""
+    words = run_worker(2, EMULATED_PROCESSORS="8 3", COLLECTIVES_GPU_PATH=path)
+    assert f"path {path}, 6 blocks" in words, words
+
+
 @pytest.mark.faults
 def test_a_death_through_the_host() -> None:
     gpus = min(GPUS, 3)
