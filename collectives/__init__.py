@@ -25,6 +25,7 @@ from .errors import (
     UnsupportedError,
 )
 from .flight_recorder import dump_on_signal
+from .registration import Registration
 from .schedule import Schedule, Transfer, algorithm, algorithms, schedule, unregister
 from .starting import from_mpi, init, run_threads
 from .work import Work
@@ -54,6 +55,7 @@ __all__ = [
     "DeadlineError",
     "MismatchError",
     "PeerDiedError",
+    "Registration",
     "Schedule",
     "ScheduleError",
     "TopologyError",

@@ -64,6 +64,7 @@ class Calls:
 
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
+    _gpu_path: str  # COLLECTIVES_GPU_PATH
     _device_sum: Callable[[Any, Any], bool] | None
     _closed: bool
     _in_flight: InFlight
@@ -268,7 +269,7 @@ class Calls:
     def _set_up_device(self, ordinal: int) -> None:
         """Collective: makes the engine for this rank's GPU."""
         self._device = DeviceEngine(
-            self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks
+            self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks, self._gpu_path
         )
         algorithm = weakref.WeakMethod(self._checked_algorithm)  # what it is kept in dies first
         self._device_sum = make_device_sum(

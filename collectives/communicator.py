@@ -22,13 +22,14 @@ from .bootstrap import Bootstrap, detect
 from .calls import integer
 from .config import Settings
 from .connect import connect
-from .device import checked_blocks, wait_for
-from .errors import ClosedError, DeadlineError, UnsupportedError
+from .device import checked_blocks, view, wait_for
+from .errors import ArrayError, ClosedError, DeadlineError, UnsupportedError
 from .flight_recorder import dump_when_told, write_dump
 from .group import Group
 from .movements import Movements
 from .point_to_point import PointToPoint
 from .reductions import Reductions
+from .registration import Registration
 from .shrinking import Shrinking
 from .symmetric import SymmetricMemory
 from .tuning import Tuner
@@ -81,6 +82,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._core = connection.core
         self._tuning = connection.tuning
         self.fallback = connection.fallback
+        self._gpu_path = settings.gpu_path
         self._transports = connection.transports
         self.rank = bootstrap.rank
         self.size = bootstrap.size
@@ -252,7 +254,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._closed = True
         self._device_sum = None
         if self._device is not None:
-            self._device.core.close()
+            self._device.close()
         self._core.close()
         self._in_flight.forget()
         self._bootstrap.close()
@@ -344,6 +346,34 @@ class Communicator(Reductions, Movements, PointToPoint):
                 device = f"cuda:{ordinal}"
             return self._engine(device).memory.empty(lengths, dtype, kind)
         return self._memory.empty(lengths, dtype, kind or "numpy")
+
+    def register(self, array: Any) -> Registration:
+        """Maps an array on a GPU that `empty` has not made into all ranks, so that calls on it, or
+        on parts of it, copy nothing. Collective.
+
+        array  of cupy, torch, or with the CUDA array interface: contiguous and writable, of as many
+               bytes on all ranks. It may lie anywhere in its allocation, and elsewhere on each
+               rank.
+
+        Works for memory that CUDA IPC exports: of cudaMalloc, and so of the default pools of cupy
+        and torch. For any other the registration has `zero_copy` False and says `why`, on all ranks
+        alike; calls work all the same, through FIFOs.
+
+        While it is open, a part of it is passed by all ranks alike: the same registered array, at
+        the same place in it; else MismatchError. It keeps the array, and ends with `close` or with
+        the communicator. A call on memory that was freed meanwhile raises MismatchError on all
+        ranks; what is allocated there later is an array as any other.
+
+        Raises ArrayError on all ranks if sizes differ.
+        """
+        self._check_open()
+        seen = view(array, writable=True, what="register: array")
+        if seen.device == "cpu":
+            raise ArrayError(
+                "register is for arrays on GPUs, and this one is on the host; "
+                "Communicator.empty makes symmetric arrays there"
+            )
+        return self._engine(seen.device).memory.register(array, seen)
 
     def explain(self, collective: str = "all_reduce", *, nbytes: int) -> str:
         """What would run for a call of `nbytes`, why, and what it is expected to take, as text."""

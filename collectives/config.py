@@ -280,6 +280,12 @@ VARIABLES: tuple[Variable, ...] = (
         DEFAULT_HEARTBEAT,
         "seconds until a host that vanished is noticed where ranks met",
     ),
+    Variable(
+        "COLLECTIVES_GPU_PATH",
+        _one_of("auto", "peer", "host"),
+        "auto",
+        "forced way between GPUs: peer (their own memory) or host (pinned memory)",
+    ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
         "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
@@ -340,6 +346,7 @@ class Settings:
     table: str
     dump: str
     heartbeat: float
+    gpu_path: str
     node: str
     simd: str
     rank: int | None

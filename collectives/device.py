@@ -11,6 +11,7 @@ import json
 import operator
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from .errors import (
     AbortedError,
     ArrayError,
     CollectiveError,
+    ConfigError,
     DeadlineError,
     MismatchError,
     PeerDiedError,
@@ -63,6 +65,15 @@ def checked_blocks(max_blocks: Any) -> int:
     return bound
 
 
+def _why(do: Callable[[], None]) -> str:
+    """Why `do` failed, in words; "" if it did not."""
+    try:
+        do()
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
 class DeviceEngine:
     """The GPU half of a rank. Making one is collective over the bootstrap.
 
@@ -70,8 +81,13 @@ class DeviceEngine:
     device      ordinal of this rank's GPU; `place` names it as arrays do
     max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
                 bound of all ranks counts.
+    path        "auto"; "peer" or "host" forces a way (COLLECTIVES_GPU_PATH)
 
-    Raises UnsupportedError on all ranks, in words, where GPUs cannot reach each other's memory.
+    After that, `path` is how the ranks reach each other: "peer", in memory of their GPUs, or
+    "host", in pinned memory of the host, and `fallback` says why it is the second one, where that
+    was not forced. Rank 0 warns of it.
+
+    Raises UnsupportedError on all ranks, in words, where they cannot reach each other.
     """
 
     def __init__(
@@ -81,6 +97,7 @@ class DeviceEngine:
         nodes: Sequence[int],
         device: int,
         max_blocks: int = 0,
+        path: str = "auto",
     ) -> None:
         self.host = host
         self.device = device
@@ -91,17 +108,21 @@ class DeviceEngine:
         if count and not 0 <= device < count:
             why = f"there is no GPU {device}: this process sees {count}"
         infos = self._agree(
-            "has no GPU", why, host=host_key(), pid=os.getpid(), device=device, bound=max_blocks
-        )
+            "has no GPU", why, host=host_key(), pid=os.getpid(), device=device, bound=max_blocks,
+            path=path,
+        )  # fmt: skip
         max_blocks = min((i["bound"] for i in infos if i["bound"]), default=0)
         if len({i["host"] for i in infos}) > 1:
             raise UnsupportedError(
                 "device arrays: the ranks are on several hosts, and the GPU engine works within "
                 "one; pass copies on the host"
             )
+        if len({i["path"] for i in infos}) > 1:
+            paths = ", ".join(f"rank {r}: {i['path']}" for r, i in enumerate(infos))
+            raise ConfigError(f"COLLECTIVES_GPU_PATH differs between ranks ({paths})")
         mine = (os.getpid(), device)
         sharing = sum((i["pid"], i["device"]) == mine for i in infos)
-        handle, blocks, core = "", 0, None
+        blocks, core = 0, None
         try:
             core = _core.DeviceCommunicator(
                 rank=bootstrap.rank,
@@ -112,41 +133,94 @@ class DeviceEngine:
                 max_blocks=max_blocks,
                 timeout=bootstrap.timeout,
             )
-            handle, blocks, why = core.handle(), core.blocks, ""
+            blocks, why = core.blocks, ""
         except CollectiveError as error:
             why = str(error)
-        answers = self._agree("cannot set up its GPU", why, handle=handle, blocks=blocks)
+        answers = self._agree("cannot set up its GPU", why, blocks=blocks)
         assert core is not None
         self.core = core
         self.blocks = min(int(a["blocks"]) for a in answers)
-        handles = [str(a["handle"]) for a in answers]
-        self._step("cannot map a peer's memory", lambda: core.open(handles, self.blocks))
-        self._step("cannot write to a peer's memory", core.probe_write)
-        answers = self._agree(
-            "failed the self-test of peer access", core.probe_check(), lines=core.keeps_lines()
+        self.path, self.fallback = self._choose_path(
+            path, shared=len({i["pid"] for i in infos}) > 1
         )
-        core.use_lines(all(a["lines"] for a in answers))
-        self._step("did not meet the others", core.meet)
+        self._agree("did not meet the others", _why(core.meet))
         self.call = core.caller(host)
         self._options: dict[tuple[str, Launch], object] = {}
         self.memory = DeviceMemory(self)
+        if self.fallback and bootstrap.rank == 0:
+            warnings.warn(
+                "device arrays go through pinned memory of the host, which is slower than from GPU "
+                f"to GPU: {self.fallback}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
-    def _agree(self, what: str, why: str, **more: Any) -> list[dict[str, Any]]:
-        """What all ranks say; raises on all of them if one says why it cannot go on."""
+    def _choose_path(self, path: str, shared: bool) -> tuple[str, str]:
+        """Sets up the way between the ranks; "peer" or "host", and why it is not "peer" unless it
+        was asked for.
+
+        shared  the ranks are several processes
+        """
+        failed = ""
+        if path != "host":
+            failed = self._connect("device")
+            if failed and path == "peer":
+                raise UnsupportedError(
+                    f"device arrays: {failed} (COLLECTIVES_GPU_PATH=peer forbids the way through "
+                    "pinned memory of the host)",
+                    rank=self._bootstrap.rank,
+                )
+        if path != "host" and not failed:
+            return "peer", ""
+        again = self._connect("shared" if shared else "pinned")
+        if again:
+            first = f"{failed}; then, through pinned memory of the host: " if failed else ""
+            raise UnsupportedError(f"device arrays: {first}{again}", rank=self._bootstrap.rank)
+        return "host", failed
+
+    def _connect(self, home: str) -> str:
+        """Makes and maps arenas in a `home`, and tests that every pair of ranks really writes and
+        reads both ways. Why that does not work, alike on all ranks; "" if it does. Collective.
+        """
+        core, handles = self.core, [""]
+
+        def allocate() -> None:
+            core.allocate(home)
+            handles[0] = core.handle()
+
+        why = _why(allocate)
+        answers, failed = self._ask("cannot set up its GPU's memory", why, handle=handles[0])
+        every = [str(a["handle"]) for a in answers]
+        for what, do in (
+            ("cannot map a peer's memory", lambda: core.open(every, self.blocks)),
+            ("cannot write to a peer's memory", core.probe_write),
+        ):
+            if failed:
+                return failed
+            failed = self._ask(what, _why(do))[1]
+        if failed:
+            return failed
+        wrong: list[str] = []
+        why = _why(lambda: wrong.append(core.probe_check()))
+        answers, failed = self._ask(
+            "failed the self-test", why or wrong[0], lines=core.keeps_lines()
+        )
+        core.use_lines(all(a["lines"] for a in answers))
+        return failed
+
+    def _ask(self, what: str, why: str, **more: Any) -> tuple[list[dict[str, Any]], str]:
+        """What all ranks say, and in words, which of them say why they cannot go on."""
         mine = json.dumps({"why": why, **more}).encode()
         answers = [json.loads(b) for b in self._bootstrap.all_gather(mine)]
         words = "; ".join(f"rank {r} {what}: {a['why']}" for r, a in enumerate(answers) if a["why"])
+        return answers, words
+
+    def _agree(self, what: str, why: str, **more: Any) -> list[dict[str, Any]]:
+        """What all ranks say; raises on all of them if one says why it cannot go on."""
+        answers, words = self._ask(what, why, **more)
         if words:
             raise UnsupportedError(f"device arrays: {words}", rank=self._bootstrap.rank)
         return answers
-
-    def _step(self, what: str, do: Callable[[], None]) -> None:
-        why = ""
-        try:
-            do()
-        except CollectiveError as error:
-            why = str(error)
-        self._agree(what, why)
 
     def define(self, algorithm: str, collective: str, root: int, schedule: Any) -> None:
         """Hands over the schedule of an algorithm that is written in Python."""
@@ -178,6 +252,11 @@ class DeviceEngine:
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.pass_on(error)
             raise
+
+    def close(self) -> None:
+        """Ends the rank's part, once its calls on the GPU have."""
+        self.core.close()
+        self.memory.forget()
 
     def pass_on(self, error: CollectiveError) -> None:
         """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""

@@ -1,5 +1,5 @@
-"""Symmetric buffers on GPUs: equal on every rank and mapped into all of them, so that kernels work
-in the peers' arrays and nothing is staged.
+"""Symmetric buffers and registered arrays on GPUs: mapped into all ranks, so that kernels work in
+the peers' arrays and nothing is staged.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .array import dtype_name
 from .array.dtypes import numpy_dtype, torch_dtype
-from .errors import ArrayError, ArrayTypeError, UnsupportedError, did_you_mean
+from .errors import ArrayError, ArrayTypeError, CollectiveError, UnsupportedError, did_you_mean
+from .registration import Registration
 
 if TYPE_CHECKING:
+    from .array import View
     from .device import DeviceEngine
 
 KINDS = ("cupy", "torch")
@@ -39,7 +41,7 @@ class _Owner:
 
 
 class DeviceMemory:
-    """The symmetric buffers of one communicator, numbered alike on all ranks.
+    """The symmetric buffers and registered arrays of one communicator, numbered alike on all ranks.
 
     A buffer lives as long as its array, and after it until the next one is made or the communicator
     is gone: freeing waits for the GPU, which must not happen in the middle of a call.
@@ -49,6 +51,7 @@ class DeviceMemory:
         self._engine = engine
         self._numbers = itertools.count(1)
         self._dropped: list[int] = []  # buffers whose array is gone
+        self._registered: dict[int, Registration] = {}
 
     def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> Any:
         """What `Communicator.empty` says, on this rank's GPU. Collective."""
@@ -72,6 +75,54 @@ class DeviceMemory:
         engine.gather(b"")
         make = _cupy_array if kind == "cupy" else _torch_tensor
         return make(owner, shape, name, engine.device)
+
+    def register(self, array: Any, seen: View) -> Registration:
+        """What `Communicator.register` says. Collective."""
+        engine, nbytes = self._engine, seen.nbytes
+        handle, why = "", ""
+        try:
+            handle, why = engine.core.export_array(seen.pointer, nbytes)
+        except CollectiveError as error:  # the others are told, rather than left to wait
+            why = str(error)
+        answers = self._ask({"bytes": nbytes, "handle": handle, "why": why})
+        if len({a["bytes"] for a in answers}) > 1:
+            words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
+            raise ArrayError(f"register: the ranks pass arrays of different sizes ({words})")
+        number, why = next(self._numbers), _reasons(answers)
+        if not why:
+            mine = ""
+            try:
+                engine.core.open_array(number, nbytes, [a["handle"] for a in answers])
+            except CollectiveError as error:
+                mine = str(error)
+            why = _reasons(self._ask({"why": mine}))
+            if why:
+                engine.core.release_segment(number)
+        made = Registration(self, number, array, nbytes, why)
+        if not why:
+            self._registered[number] = made
+        return made
+
+    def release(self, number: int, together: bool) -> None:
+        """Unmaps a registered array; returns when all ranks have, if they do it together."""
+        if self._registered.pop(number, None) is None:
+            return
+        self._engine.core.release_segment(number)
+        if together:
+            self._engine.gather(b"")
+
+    def forget(self) -> None:
+        """The communicator is closed, and what was registered unmapped."""
+        for made in self._registered.values():
+            made.forget("the communicator is closed")
+        self._registered.clear()
+
+    def _ask(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        return [json.loads(b) for b in self._engine.gather(json.dumps(mine).encode())]
+
+
+def _reasons(answers: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(f"rank {r}: {a['why']}" for r, a in enumerate(answers) if a["why"])
 
 
 def _library(kind: str | None) -> str:

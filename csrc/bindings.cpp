@@ -589,6 +589,15 @@ PYBIND11_MODULE(_core, m) {
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
            py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"))
       .def_property_readonly("blocks", &DeviceCommunicator::blocks)
+      // `home`: "device", "pinned" or "shared".
+      .def(
+          "allocate",
+          [](DeviceCommunicator& device, const std::string& home) {
+            device.allocate(home == "device"   ? Home::device
+                            : home == "pinned" ? Home::pinned
+                                               : Home::shared);
+          },
+          py::arg("home"), Unlocked())
       .def("handle", &DeviceCommunicator::handle)
       .def("open", &DeviceCommunicator::open, Unlocked())
       .def("probe_write", &DeviceCommunicator::probe_write, Unlocked())
@@ -600,6 +609,14 @@ PYBIND11_MODULE(_core, m) {
       .def("make_segment", &DeviceCommunicator::make_segment, Unlocked())
       .def("open_segment", &DeviceCommunicator::open_segment, Unlocked())
       .def("release_segment", &DeviceCommunicator::release_segment, Unlocked())
+      .def("export_array",
+           [](DeviceCommunicator& device, std::uintptr_t address, std::uint64_t bytes) {
+             std::string why;
+             WithoutGil release;
+             std::string handle = device.export_array(address, bytes, &why);
+             return std::make_pair(std::move(handle), std::move(why));
+           })
+      .def("open_array", &DeviceCommunicator::open_array, Unlocked())
       .def("caller",
            [](std::shared_ptr<DeviceCommunicator> device, CommunicatorPtr comm) {
              return py::reinterpret_steal<py::object>(

@@ -1,9 +1,9 @@
 // What the host half and the kernels of the GPU engine both know: memory layout and call records.
 //
-// Each rank owns an *arena* of device memory that all peers map: state, arrivals, FIFOs and packet
-// buffers. A kernel only ever writes into arenas and into the caller's own arrays; it reads its own
-// arena and its own arrays. Plain data, no CUDA headers: nvcc and the host compiler lay it out
-// alike.
+// Each rank owns an *arena* of device memory, or of pinned memory of the host where GPUs do not
+// reach each other, that all peers map: state, arrivals, FIFOs and packet buffers. A kernel only
+// ever writes into arenas and into the caller's own arrays; it reads its own arena and its own
+// arrays. Plain data, no CUDA headers: nvcc and the host compiler lay it out alike.
 #pragma once
 
 #include <cstddef>
@@ -59,12 +59,17 @@ struct alignas(32) Arrival {
   u64 pad;
 };
 
-// The head of an arena.
-struct State {
+// What only the rank itself reads and writes, with atomics: so it is always in memory of its GPU.
+struct Progress {
   u64 epoch;   // calls that this rank has finished
   u32 ticket;  // blocks of the running kernel that have finished
   u32 left;    // Leave of this rank: all kernels after it leave at once
-  u32 poison;  // 1 + the rank that gave up, and its Leave above: written by peers
+};
+
+// The head of an arena.
+struct State {
+  Progress progress;  // unused where arenas are in memory of the host
+  u32 poison;         // 1 + the rank that gave up, and its Leave above: written by peers
   u32 pad;
   u64 token;             // self-test: what peers must read here
   u64 probe[kMaxRanks];  // self-test: what each peer wrote here
@@ -93,6 +98,7 @@ struct Geometry {
 struct DeviceWorld {
   int rank, nranks;
   unsigned char* arena[kMaxRanks];
+  Progress* progress;
   Control* control;
   u64 timeout_ns;
   Geometry geometry;

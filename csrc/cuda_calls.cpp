@@ -146,7 +146,7 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
   // Peers reach into each other's arrays at equal offsets.
   std::string algorithm = options.algorithm;
   if (direct.input != nullptr || direct.output != nullptr)
-    algorithm += " on symmetric buffers (" + direct.place(call) + ")";
+    algorithm += " on symmetric " + direct.place(call);  // fits in, with 12 digits each
   algorithm.copy(s.algorithm, sizeof s.algorithm - 1);
   return s;
 }
@@ -218,6 +218,7 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
                 "the default stream, which they have in common: use `with "
                 "cupy.cuda.Stream(non_blocking=True):` or `with torch.cuda.stream(...)`");
   const OnDevice current(config.device);
+  if (registered != 0 && options.algorithm == "direct_two_shot") forget_freed(call);
   Prepared& made = ready(call, options);
   last_signature = made.signature;
   follow(used);

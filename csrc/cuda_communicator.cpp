@@ -46,8 +46,6 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
              "cudaHostAlloc");
   control = static_cast<Control*>(pinned);
   std::memset(pinned, 0, sizeof(Control));
-  arenas = std::make_unique<Arenas>(config.rank, config.nranks, config.device);
-  arenas->allocate(make_geometry(config.nranks, kMaxStrands).bytes, stream);
 }
 
 DeviceCommunicator::Impl::~Impl() { close(); }
@@ -62,10 +60,13 @@ void DeviceCommunicator::Impl::close() {
   cudaGetDevice(&before);
   cudaSetDevice(config.device);
   if (recorded) cudaEventSynchronize(last_event);
+  for (auto& [id, segment] : segments)  // symmetric buffers live as long as their arrays
+    if (segment.buffer != 0) segment = {};
   for (auto& [key, program] : programs)
     if (program.memory != nullptr) cudaFree(program.memory);
   for (void* p : scratches) cudaFree(p);
   arenas.reset();
+  progress.reset();
   free_dropped_memory();
   {
     std::lock_guard lock(reason_mutex);  // abort() may come from any thread
@@ -130,7 +131,7 @@ void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind) 
   for (int q = 0; q < config.nranks; ++q)
     if (q != config.rank && world.arena[q] != nullptr)
       cudaMemcpyAsync(world.arena[q] + offsetof(State, poison), &poison, sizeof poison,
-                      cudaMemcpyHostToDevice, stream);
+                      cudaMemcpyDefault, stream);
 }
 
 // ---- the interface ------------------------------------------------------------------------------
@@ -140,6 +141,25 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
 DeviceCommunicator::~DeviceCommunicator() = default;
 
 int DeviceCommunicator::blocks() const { return impl_->blocks; }
+
+void DeviceCommunicator::allocate(Home home) {
+  const WhileCapturing relaxed;
+  Impl& m = *impl_;
+  const OnDevice current(m.config.device);
+  m.watch.reset();
+  {
+    std::lock_guard lock(m.reason_mutex);  // abort() may come from any thread
+    m.world = {};
+  }
+  m.arenas.reset();
+  m.home = home;
+  m.arenas = std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device, home);
+  m.arenas->allocate(make_geometry(m.config.nranks, kMaxStrands, home).bytes, m.stream);
+  if (home == Home::device) return;
+  m.progress = std::make_unique<Memory>(m.config.device, sizeof(Progress), Home::device);
+  check_cuda(cudaMemsetAsync(m.progress->get(), 0, sizeof(Progress), m.stream), "cudaMemsetAsync");
+  check_cuda(cudaStreamSynchronize(m.stream), "cudaStreamSynchronize");
+}
 
 std::string DeviceCommunicator::handle() const {
   const WhileCapturing relaxed;
@@ -165,12 +185,15 @@ void DeviceCommunicator::open(const std::vector<std::string>& handles, int block
   void* mapped = nullptr;
   check_cuda(cudaHostGetDevicePointer(&mapped, m.control, 0), "cudaHostGetDevicePointer");
   m.world.control = static_cast<Control*>(mapped);
+  static_assert(offsetof(State, progress) == 0);
+  m.world.progress =
+      reinterpret_cast<Progress*>(m.progress != nullptr ? m.progress->get() : m.arenas->own());
   m.world.timeout_ns = static_cast<u64>(std::min(m.config.timeout_s, 1e9) * 1e9);
-  m.world.geometry = make_geometry(m.config.nranks, kMaxStrands);
+  m.world.geometry = make_geometry(m.config.nranks, kMaxStrands, m.home);
   // What peers must read here in the self-test.
   const u64 token = 0x9e3779b97f4a7c15ULL * static_cast<u64>(m.config.rank + 1);
   check_cuda(cudaMemcpyAsync(m.arenas->own() + offsetof(State, token), &token, sizeof token,
-                             cudaMemcpyHostToDevice, m.stream),
+                             cudaMemcpyDefault, m.stream),
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(m.stream), "cudaStreamSynchronize");
 }
@@ -179,6 +202,7 @@ void DeviceCommunicator::probe_write() {
   const WhileCapturing relaxed;
   Impl& m = *impl_;
   const OnDevice current(m.config.device);
+  m.arenas->close_handle();
   u64 tokens[kMaxRanks];
   for (int q = 0; q < kMaxRanks; ++q) tokens[q] = 0x9e3779b97f4a7c15ULL * static_cast<u64>(q + 1);
   unsigned char* room = m.scratch(sizeof tokens + kMaxRanks * sizeof(u32));
@@ -188,7 +212,7 @@ void DeviceCommunicator::probe_write() {
                                                    reinterpret_cast<u32*>(room + sizeof tokens),
                                                    m.stream)),
              "launching the self-test");
-  check_cuda(cudaStreamSynchronize(m.stream), "the self-test of peer access");
+  check_cuda(cudaStreamSynchronize(m.stream), "the self-test");
 }
 
 std::string DeviceCommunicator::probe_check() {
@@ -201,17 +225,18 @@ std::string DeviceCommunicator::probe_check() {
                              cudaMemcpyDeviceToHost, m.stream),
              "cudaMemcpyAsync");
   check_cuda(cudaMemcpyAsync(probe, m.arenas->own() + offsetof(State, probe), sizeof probe,
-                             cudaMemcpyDeviceToHost, m.stream),
+                             cudaMemcpyDefault, m.stream),
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(m.stream), "cudaStreamSynchronize");
+  const std::string where = m.home == Home::device ? "GPU memory" : "pinned memory on the host";
   const u64 mine = 0x9e3779b97f4a7c15ULL * static_cast<u64>(m.config.rank + 1);
   std::string words;
   for (int q = 0; q < m.config.nranks; ++q) {
     const bool reads = wrong[q] == 0, written = probe[q] == (mine ^ static_cast<u64>(q));
     if (reads && written) continue;
     words += std::string{words.empty() ? "" : "; "} + "rank " + std::to_string(m.config.rank) +
-             (reads ? " does not see what rank " + std::to_string(q) + " wrote to its GPU memory"
-                    : " does not read the GPU memory of rank " + std::to_string(q));
+             (reads ? " does not see what rank " + std::to_string(q) + " wrote to its " + where
+                    : " does not read the " + where + " of rank " + std::to_string(q));
   }
   return words;
 }

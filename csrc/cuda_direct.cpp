@@ -31,20 +31,19 @@ unsigned char* output_of(const Call& call) { return reinterpret_cast<unsigned ch
 std::string DirectPath::place(const Call& call) const {
   std::string words;
   if (input != nullptr)
-    words = "x: no. " + std::to_string(input->id) + " + " +
-            std::to_string(input_of(call) - input->memory->own());
+    words =
+        "x no. " + std::to_string(input->id) + " + " + std::to_string(input_of(call) - input->own);
   if (output != nullptr)
-    words += std::string{words.empty() ? "" : ", "} + "out: no. " + std::to_string(output->id) +
-             " + " + std::to_string(output_of(call) - output->memory->own());
+    words += std::string{words.empty() ? "" : ", "} + "out no. " + std::to_string(output->id) +
+             " + " + std::to_string(output_of(call) - output->own);
   return words;
 }
 
 const Segment* DeviceCommunicator::Impl::segment_of(const void* address, u64 bytes) const {
   const auto* const at = static_cast<const unsigned char*>(address);
-  for (const auto& [id, segment] : segments) {
-    const unsigned char* const begin = segment.memory->own();
-    if (at >= begin && at + bytes <= begin + segment.bytes) return &segment;
-  }
+  for (const auto& [id, segment] : segments)
+    if (!segment.at.empty() && at >= segment.own && at + bytes <= segment.own + segment.bytes)
+      return &segment;
   return nullptr;
 }
 
@@ -119,10 +118,9 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
   c.input_is_share = call.collective == Collective::all_gather;
   c.output_is_share = call.collective == Collective::reduce_scatter;
   for (int q = 0; q < n; ++q) {
-    if (path.input != nullptr)
-      c.inputs[q] = path.input->memory->all()[q] + (input_of(call) - path.input->memory->own());
+    if (path.input != nullptr) c.inputs[q] = path.input->at[q] + (input_of(call) - path.input->own);
     if (path.output != nullptr)
-      c.outputs[q] = path.output->memory->all()[q] + (output_of(call) - path.output->memory->own());
+      c.outputs[q] = path.output->at[q] + (output_of(call) - path.output->own);
   }
   u64 longest = 0;
   if (call.collective == Collective::all_reduce) {

@@ -1,5 +1,6 @@
 // What a rank's end of the GPU engine consists of. Its functions are in cuda_communicator.cpp
-// (set-up, errors), cuda_calls.cpp (calls) and cuda_symmetric.cpp (symmetric buffers).
+// (set-up, errors), cuda_calls.cpp (calls), cuda_symmetric.cpp and cuda_registered.cpp (what peers
+// map).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +16,7 @@
 #include <variant>
 #include <vector>
 
+#include "cuda_allocation.hpp"
 #include "cuda_call.hpp"
 #include "cuda_memory.hpp"
 #include "cuda_watch.hpp"
@@ -36,10 +38,14 @@ struct Uploaded {
   std::vector<ChannelRange> channels;
 };
 
-// A symmetric buffer: this rank's memory and its peers' mappings.
+// What all ranks have mapped: a symmetric buffer, or a registered array.
 struct Segment {
   std::uint64_t id = 0, bytes = 0;
+  unsigned char* own = nullptr;
+  std::vector<unsigned char*> at;  // of all ranks; empty: peers cannot reach it
   std::unique_ptr<Arenas> memory;
+  u64 buffer = 0;  // of a registered array: the number of this rank's allocation
+  std::vector<std::shared_ptr<Opened>> opened;
 };
 
 // Which kernel made by hand does a call, if any, and which symmetric buffers it uses.
@@ -83,7 +89,9 @@ struct DeviceCommunicator::Impl {
   // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
   void check(bool before_call);
   const device::Uploaded& uploaded(const ProgramKey& key);
-  // The symmetric buffer that `bytes` bytes at an address lie in, or none.
+  // Registered arrays that the call is on and that were freed.
+  void forget_freed(const Call& call);
+  // The symmetric buffer or registered array that `bytes` bytes at an address lie in, or none.
   const device::Segment* segment_of(const void* address, device::u64 bytes) const;
   unsigned char* scratch(std::uint64_t bytes);
   Signature sign(const Call& call, const DeviceOptions& options,
@@ -115,7 +123,9 @@ struct DeviceCommunicator::Impl {
   unsigned long long last_capture = 0;  // id of the capture that the last call went to, 0: none
   bool recorded = false;
   device::Control* control = nullptr;
+  Home home = Home::device;  // of the arenas
   std::unique_ptr<device::Arenas> arenas;
+  std::unique_ptr<device::Memory> progress;  // where it is not in the arena
   device::DeviceWorld world{};
   Signature last_signature;
   std::mutex run_mutex;  // threads may share a communicator
@@ -124,8 +134,11 @@ struct DeviceCommunicator::Impl {
   device::Prepared not_kept;
   std::map<ProgramKey, device::Uploaded> programs;
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined;
-  std::map<std::uint64_t, device::Segment> segments;  // symmetric buffers
-  std::unique_ptr<device::Segment> made;              // until open_segment()
+  std::map<std::uint64_t, device::Segment> segments;
+  std::unique_ptr<device::Segment> made;  // until open_segment()
+  int registered = 0;                     // arrays among the segments
+  // Allocations of other ranks, by rank, base and number.
+  std::map<std::tuple<int, device::u64, device::u64>, std::weak_ptr<device::Opened>> opened;
   std::vector<void*> scratches;  // the last is in use; captured graphs may hold earlier ones
   std::uint64_t scratch_bytes = 0;
   std::mutex reason_mutex;

@@ -1,15 +1,17 @@
 #include "cuda_memory.hpp"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <vector>
 
-#include "device.hpp"
 #include "errors.hpp"
+#include "region.hpp"
 
 namespace collectives {
 
@@ -44,7 +46,7 @@ OnDevice::~OnDevice() {
 WhileCapturing::WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 WhileCapturing::~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
-Geometry make_geometry(int nranks, int strands) {
+Geometry make_geometry(int nranks, int strands, Home home) {
   // Slots: large enough that a message's signals (about 3 µs) are small beside its bytes.
   const u32 slot = nranks <= 2   ? 64 << 10
                    : nranks <= 4 ? 32 << 10
@@ -62,7 +64,8 @@ Geometry make_geometry(int nranks, int strands) {
   g.controls = aligned(sizeof(State));
   g.slots = g.controls + aligned(sizeof(FifoControl) * nranks * strands);
   g.packets = g.slots + u64(nranks) * strands * kDepth * g.slot_bytes;
-  g.lines_each = lines / (kLineUnits * 8) + 1;
+  // Of the links, NVLink alone keeps lines whole.
+  g.lines_each = home == Home::device ? lines / (kLineUnits * 8) + 1 : 0;
   g.lines = g.packets + u64(2) * nranks * g.packet_units * 16;
   g.bytes = g.lines + u64(2) * nranks * g.lines_each * 128;
   return g;
@@ -72,7 +75,21 @@ namespace {
 
 struct Dropped {
   int device;
+  Home home;
   void* pointer;
+  u64 bytes;
+
+  void free() const {
+    cudaSetDevice(device);
+    if (home == Home::device) {
+      cudaFree(pointer);
+    } else if (home == Home::pinned) {
+      cudaFreeHost(pointer);
+    } else {
+      cudaHostUnregister(pointer);
+      munmap(pointer, bytes);
+    }
+  }
 };
 std::mutex dropped_mutex;
 std::vector<Dropped>& dropped() {  // lives as long as the process, as arrays may end with it
@@ -90,28 +107,82 @@ void free_dropped_memory() {
   }
   int before = 0;
   cudaGetDevice(&before);
-  for (const Dropped& one : mine) {
-    cudaSetDevice(one.device);
-    cudaFree(one.pointer);
-  }
+  for (const Dropped& one : mine) one.free();
   if (!mine.empty()) cudaSetDevice(before);
 }
 
-Memory::Memory(int device, u64 bytes) : device_(device) {
+namespace {
+
+[[noreturn]] void no_memory(cudaError_t error, const char* what, u64 bytes, int device) {
+  cudaGetLastError();
+  throw Error(
+      ErrorKind::system,
+      std::string{"cannot "} + what + " " + std::to_string(bytes >> 20) + " MiB " +
+          (device >= 0 ? "on GPU " + std::to_string(device) : std::string{"of the host's memory"}) +
+          ": " + cudaGetErrorString(error));
+}
+
+}  // namespace
+
+Memory::Memory(int device, u64 bytes, Home home) : device_(device), home_(home), bytes_(bytes) {
   free_dropped_memory();
   void* p = nullptr;
-  const cudaError_t error = cudaMalloc(&p, bytes);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    throw Error(ErrorKind::system, "cannot allocate " + std::to_string(bytes >> 20) +
-                                       " MiB on GPU " + std::to_string(device) + ": " +
-                                       cudaGetErrorString(error));
+  if (home == Home::device) {
+    const cudaError_t error = cudaMalloc(&p, bytes);
+    if (error != cudaSuccess) no_memory(error, "allocate", bytes, device);
+    pointer_ = static_cast<unsigned char*>(p);
+    return;
   }
+  if (home == Home::shared) {
+    file_ = make_memfd("collectives-gpu", bytes);
+    cookie_ = random_cookie();
+    map_shared();
+    return;
+  }
+  const cudaError_t error = cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+  if (error != cudaSuccess) no_memory(error, "pin", bytes, -1);
+  std::memset(p, 0, bytes);
+  host_ = p;
+  check_cuda(cudaHostGetDevicePointer(&p, host_, 0), "cudaHostGetDevicePointer");
   pointer_ = static_cast<unsigned char*>(p);
 }
+
+Memory::Memory(int device, u64 bytes, const std::string& handle)
+    : device_(device), home_(Home::shared), bytes_(bytes) {
+  file_ = open_memfd(handle, &cookie_);
+  map_shared();
+  close_handle();
+}
+
+void Memory::map_shared() {
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  if (at == MAP_FAILED) {
+    close_handle();
+    system_failed("cannot map " + std::to_string(bytes_) + " bytes of shared memory");
+  }
+  const cudaError_t error =
+      cudaHostRegister(at, bytes_, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error != cudaSuccess) {
+    munmap(at, bytes_);
+    close_handle();
+    no_memory(error, "pin", bytes_, -1);
+  }
+  host_ = at;
+  void* mapped = nullptr;
+  check_cuda(cudaHostGetDevicePointer(&mapped, host_, 0), "cudaHostGetDevicePointer");
+  pointer_ = static_cast<unsigned char*>(mapped);
+}
+
 Memory::~Memory() {
+  close_handle();
   const std::lock_guard lock(dropped_mutex);
-  dropped().push_back({device_, pointer_});
+  dropped().push_back({device_, home_, home_ == Home::device ? pointer_ : host_, bytes_});
+}
+
+std::string Memory::handle() const { return memfd_handle(file_, cookie_); }
+void Memory::close_handle() {
+  if (file_ >= 0) close(file_);
+  file_ = -1;
 }
 
 namespace {
@@ -125,17 +196,25 @@ std::map<const void*, std::weak_ptr<Memory>>& registry() {
 
 }  // namespace
 
-Arenas::Arenas(int rank, int nranks, int device)
-    : rank_(rank), device_(device), arena_(nranks, nullptr), process_(nranks, getpid()) {}
+Arenas::Arenas(int rank, int nranks, int device, Home home)
+    : rank_(rank),
+      device_(device),
+      home_(home),
+      arena_(nranks, nullptr),
+      process_(nranks, getpid()) {}
 
 Arenas::~Arenas() {
   for (void* p : opened_) cudaIpcCloseMemHandle(p);
 }
 
 void Arenas::allocate(u64 bytes, cudaStream_t stream) {
-  held_.push_back(std::make_shared<Memory>(device_, bytes));
-  const std::lock_guard lock(registry_mutex);
-  registry()[own()] = held_.front();
+  bytes_ = bytes;
+  held_.push_back(std::make_shared<Memory>(device_, bytes, home_));
+  {
+    const std::lock_guard lock(registry_mutex);
+    registry()[own()] = held_.front();
+  }
+  if (home_ != Home::device) return;
   check_cuda(cudaMemsetAsync(own(), 0, bytes, stream), "cudaMemsetAsync");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
@@ -161,68 +240,79 @@ bool is_by_nvlink(int device, const std::string& bus) {
 
 }  // namespace
 
+// "PROCESS GPU BUS POINTER WAY": the way in for other processes is the bytes of an IPC handle, a
+// memfd's handle, or "-", where there is none.
 std::string Arenas::handle() const {
+  std::string s = std::to_string(getpid()) + ' ' + std::to_string(device_) + ' ' + bus_of(device_) +
+                  ' ' + std::to_string(reinterpret_cast<std::uintptr_t>(own())) + ' ';
+  if (home_ == Home::shared) return s + held_.front()->handle();
   cudaIpcMemHandle_t ipc;
   std::memset(&ipc, 0, sizeof ipc);
-  const bool exported = cudaIpcGetMemHandle(&ipc, own()) == cudaSuccess;
-  if (!exported) cudaGetLastError();  // threads of one process do without
-  std::string s = std::to_string(getpid()) + ' ' + std::to_string(device_) + ' ' +
-                  std::to_string(reinterpret_cast<std::uintptr_t>(own())) + ' ' +
-                  (exported ? '1' : '0');
-  for (const char c : ipc.reserved) s += ' ' + std::to_string(static_cast<unsigned char>(c));
-  return s + ' ' + bus_of(device_);
+  if (home_ == Home::pinned || cudaIpcGetMemHandle(&ipc, own()) != cudaSuccess) {
+    cudaGetLastError();  // threads of one process do without
+    return s + '-';
+  }
+  for (const char c : ipc.reserved) s += std::to_string(static_cast<unsigned char>(c)) + ' ';
+  return s;
 }
 
 void Arenas::map(const std::vector<std::string>& handles) {
-  by_nvlink_ = true;
-  for (const std::string& handle : handles)
-    by_nvlink_ = by_nvlink_ && is_by_nvlink(device_, handle.substr(handle.rfind(' ') + 1));
+  by_nvlink_ = home_ == Home::device;
   for (int q = 0; q < static_cast<int>(handles.size()); ++q) {
-    if (q == rank_) {
-      arena_[q] = own();
-      continue;
-    }
-    const char* at = handles[q].c_str();
-    const auto next = [&at] {
-      char* end = nullptr;
-      const unsigned long long value = std::strtoull(at, &end, 10);
-      at = end;
-      return value;
-    };
-    const auto pid = process_[q] = static_cast<pid_t>(next());
-    const int device = static_cast<int>(next());
-    const auto pointer = static_cast<std::uintptr_t>(next());
-    const bool exported = next() != 0;
+    std::istringstream words(handles[q]);
+    int device = -1;
+    std::string bus, way;
+    std::uintptr_t pointer = 0;
+    words >> process_[q] >> device >> bus >> pointer >> std::ws;
+    std::getline(words, way);
+    by_nvlink_ = by_nvlink_ && is_by_nvlink(device_, bus);
     const std::string pair = "rank " + std::to_string(rank_) + " (GPU " + std::to_string(device_) +
                              ") and rank " + std::to_string(q) + " (GPU " + std::to_string(device) +
                              ")";
-    if (pid == getpid()) {
-      if (device != device_) {
-        const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
-        cudaGetLastError();
-        if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled)
-          throw Error(ErrorKind::unsupported,
-                      pair + " have no peer access: " + cudaGetErrorString(error));
-      }
-      arena_[q] = reinterpret_cast<unsigned char*>(pointer);
-      const std::lock_guard lock(registry_mutex);
-      const auto known = registry().find(arena_[q]);
-      if (known != registry().end()) held_.push_back(known->second.lock());
-      continue;
+    if (q == rank_) {
+      arena_[q] = own();
+    } else if (process_[q] == getpid()) {
+      map_here(q, device, reinterpret_cast<unsigned char*>(pointer), pair);
+    } else if (home_ == Home::device) {
+      map_ipc(q, way.c_str(), pair);
+    } else {
+      held_.push_back(std::make_shared<Memory>(device_, bytes_, way));
+      arena_[q] = held_.back()->get();
     }
-    cudaIpcMemHandle_t ipc;
-    for (char& c : ipc.reserved) c = static_cast<char>(next());
-    void* mapped = nullptr;
-    const cudaError_t error =
-        exported ? cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess)
-                 : cudaErrorNotSupported;
-    cudaGetLastError();
-    if (error != cudaSuccess)
-      throw Error(ErrorKind::unsupported,
-                  pair + " cannot map each other's memory: " + cudaGetErrorString(error));
-    opened_.push_back(mapped);
-    arena_[q] = static_cast<unsigned char*>(mapped);
   }
+}
+
+// The arena of a rank of this process.
+void Arenas::map_here(int peer, int device, unsigned char* pointer, const std::string& pair) {
+  if (home_ == Home::device && device != device_) {
+    const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
+    cudaGetLastError();
+    if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled)
+      throw Error(ErrorKind::unsupported,
+                  pair + " have no peer access: " + cudaGetErrorString(error));
+  }
+  arena_[peer] = pointer;
+  const std::lock_guard lock(registry_mutex);
+  const auto known = registry().find(pointer);
+  if (known != registry().end()) held_.push_back(known->second.lock());
+}
+
+// The arena of a rank of another process, in its GPU's memory.
+void Arenas::map_ipc(int peer, const char* handle, const std::string& pair) {
+  void* mapped = nullptr;
+  cudaError_t error = cudaErrorNotSupported;
+  if (*handle != '-') {
+    cudaIpcMemHandle_t ipc;
+    char* at = const_cast<char*>(handle);
+    for (char& c : ipc.reserved) c = static_cast<char>(std::strtoul(at, &at, 10));
+    error = cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess);
+    cudaGetLastError();
+  }
+  if (error != cudaSuccess)
+    throw Error(ErrorKind::unsupported,
+                pair + " cannot map each other's memory: " + cudaGetErrorString(error));
+  opened_.push_back(mapped);
+  arena_[peer] = static_cast<unsigned char*>(mapped);
 }
 
 }  // namespace device

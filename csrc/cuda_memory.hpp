@@ -1,4 +1,5 @@
-// Device memory and what is checked about it: allocation, arenas that peers map, errors in words.
+// Memory that kernels work in, and what is checked about it: allocation, arenas that peers map,
+// errors in words.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "cuda_call.hpp"
+#include "device.hpp"
 
 namespace collectives::device {
 
@@ -40,23 +42,37 @@ class WhileCapturing {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-Geometry make_geometry(int nranks, int strands);
+Geometry make_geometry(int nranks, int strands, Home home);
 
-// Device memory that is freed with its last holder: ranks that are threads hold each other's
-// arenas, so that a rank may close while a peer's kernel still writes to it. It is not freed where
-// it ends: that may be in the middle of anything, since Python's collector drops arrays when it
-// likes, and cudaFree waits for every kernel on the GPU.
+// Memory that is freed with its last holder: ranks that are threads hold each other's arenas, so
+// that a rank may close while a peer's kernel still writes to it. It is not freed where it ends:
+// that may be in the middle of anything, since Python's collector drops arrays when it likes, and
+// cudaFree waits for every kernel on the GPU.
 class Memory {
  public:
-  Memory(int device, u64 bytes);
+  // What it is has no promised content, but memory of the host is of zeros.
+  Memory(int device, u64 bytes, Home home);
+  // Shared memory that another process has made.
+  Memory(int device, u64 bytes, const std::string& handle);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
+  // As kernels address it.
   unsigned char* get() const { return pointer_; }
+  // Of shared memory: what other processes open it by, as long as this one keeps the way in.
+  std::string handle() const;
+  void close_handle();
 
  private:
+  void map_shared();
+
   int device_;
+  Home home_;
+  u64 bytes_;
+  void* host_ = nullptr;  // memory of the host, as the host addresses it
   unsigned char* pointer_ = nullptr;
+  int file_ = -1;
+  std::uint64_t cookie_ = 0;
 };
 
 // Frees all Memory that has ended. To be called where the GPU may be waited for; new Memory does.
@@ -65,27 +81,34 @@ void free_dropped_memory();
 // One rank's arena, and the way to the others'.
 class Arenas {
  public:
-  Arenas(int rank, int nranks, int device);
+  Arenas(int rank, int nranks, int device, Home home);
   ~Arenas();
   Arenas(const Arenas&) = delete;
   Arenas& operator=(const Arenas&) = delete;
 
   // What peers need to map this rank's arena: threads of this process take the pointer, other
-  // processes an IPC handle.
+  // processes an IPC handle, or a memfd's.
   std::string handle() const;
   // Of zeros. `stream`: a private one, for what must be done before peers look.
   void allocate(u64 bytes, cudaStream_t stream);
   void map(const std::vector<std::string>& handles);
+  // All ranks have mapped this one's: nobody else shall.
+  void close_handle() { held_.front()->close_handle(); }
   unsigned char* const* all() const { return arena_.data(); }
-  // After map(): do all peers sit on this GPU or behind NVLink? (Of the links between GPUs, it
-  // alone does atomics.)
+  // After map(): are the arenas in memory of GPUs, and do all peers sit on this one or behind
+  // NVLink? (Of the links between GPUs, it alone does atomics.)
   bool all_by_nvlink() const { return by_nvlink_; }
   // After map(): the process of a rank.
   pid_t process(int rank) const { return process_[rank]; }
   unsigned char* own() const { return held_.front()->get(); }
 
  private:
+  void map_here(int peer, int device, unsigned char* pointer, const std::string& pair);
+  void map_ipc(int peer, const char* handle, const std::string& pair);
+
   int rank_, device_;
+  Home home_;
+  u64 bytes_ = 0;
   bool by_nvlink_ = false;
   std::vector<std::shared_ptr<Memory>> held_;  // the first is this rank's own
   std::vector<unsigned char*> arena_;

@@ -1,4 +1,5 @@
-// Symmetric buffers: device memory of equal size on every rank, which all ranks have mapped.
+// Symmetric buffers: device memory of equal size on every rank, which all ranks have mapped, if
+// their GPUs reach each other.
 #include "cuda_engine.hpp"
 
 namespace collectives {
@@ -12,9 +13,10 @@ std::string DeviceCommunicator::make_segment(std::uint64_t bytes) {
   const OnDevice current(m.config.device);
   auto made = std::make_unique<Segment>();
   made->bytes = bytes;
-  made->memory = std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device);
+  made->memory =
+      std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device, Home::device);
   made->memory->allocate(bytes, m.stream);
-  std::string handle = made->memory->handle();
+  std::string handle = m.home == Home::device ? made->memory->handle() : "";
   m.made = std::move(made);
   return handle;
 }
@@ -25,11 +27,16 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
   const WhileCapturing relaxed;
   const OnDevice current(m.config.device);
   if (m.made == nullptr) throw Error(ErrorKind::invalid, "open_segment() without make_segment()");
-  m.made->id = id;
-  m.made->memory->map(handles);
-  const auto at = reinterpret_cast<std::uintptr_t>(m.made->memory->own());
+  Segment& made = *m.made;
+  made.id = id;
+  made.own = made.memory->own();
+  if (m.home == Home::device) {
+    made.memory->map(handles);
+    made.at.assign(made.memory->all(), made.memory->all() + m.config.nranks);
+  }
+  const auto at = reinterpret_cast<std::uintptr_t>(made.own);
   m.prepared.clear();
-  m.segments[id] = std::move(*m.made);
+  m.segments[id] = std::move(made);
   m.made.reset();
   return at;
 }
@@ -37,8 +44,16 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
 void DeviceCommunicator::release_segment(std::uint64_t id) {
   const WhileCapturing relaxed;
   const OnDevice current(impl_->config.device);
-  impl_->prepared.clear();
-  impl_->segments.erase(id);
+  Impl& m = *impl_;
+  const std::lock_guard lock(m.run_mutex);
+  const auto found = m.segments.find(id);
+  if (found == m.segments.end()) return;
+  m.prepared.clear();
+  if (found->second.buffer != 0) {
+    if (m.recorded) cudaEventSynchronize(m.last_event);  // kernels may be at work in peers' arrays
+    --m.registered;
+  }
+  m.segments.erase(found);
 }
 
 }  // namespace collectives

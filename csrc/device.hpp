@@ -3,10 +3,12 @@
 //
 // Setting one up is collective and goes in steps, between which the ranks exchange what they
 // return (the Python package does that, over its bootstrap):
-//   1. the constructor           allocates this rank's arena
-//   2. handle(), then open()     maps the arenas of all ranks
-//   3. probe_write(), then probe_check()   the self-test of peer access, with a barrier between
-//   4. meet()                    do the kernels of all ranks really run at the same time?
+//   1. the constructor
+//   2. allocate()                this rank's arena
+//   3. handle(), then open()     maps the arenas of all ranks
+//   4. probe_write(), then probe_check()   the self-test of this way, with a barrier before each;
+//                                where it fails, from step 2 again with memory of the host
+//   5. meet()                    do the kernels of all ranks really run at the same time?
 #pragma once
 
 #include <cstdint>
@@ -22,6 +24,10 @@ namespace collectives {
 
 // 0 without CUDA, a driver or a GPU; `why` then says which.
 int device_count(std::string* why);
+
+// Where arenas are: in memory of the GPUs, which reach each other's; in pinned memory of the
+// process, whose threads all ranks are; in pinned memory that processes share.
+enum class Home { device, pinned, shared };
 
 struct DeviceConfig {
   int rank = 0;
@@ -55,10 +61,12 @@ class DeviceCommunicator {
 
   // Thread blocks that this rank's kernels may have; all ranks take the smallest, in open().
   int blocks() const;
+  // Again: gives up what was allocated before.
+  void allocate(Home home);
   std::string handle() const;
   void open(const std::vector<std::string>& handles, int blocks);
   void probe_write();
-  // Empty, or which pair cannot reach each other's memory.
+  // Empty, or which pair cannot reach each other's arenas.
   std::string probe_check();
   // As many blocks as kernels will ever have, of all ranks, wait for each other. Throws
   // Error(unsupported) if they are not all resident.
@@ -71,10 +79,17 @@ class DeviceCommunicator {
 
   // Symmetric buffers. Collective: make_segment() allocates, open_segment() maps what all ranks
   // have made and returns the address of this rank's. A segment lives until it is released, which
-  // waits for the GPU.
+  // waits for the GPU. Where arenas are in memory of the host, it is this rank's alone, and used as
+  // any other memory is.
   std::string make_segment(std::uint64_t bytes);
   std::uintptr_t open_segment(std::uint64_t id, const std::vector<std::string>& handles);
   void release_segment(std::uint64_t id);
+
+  // Arrays that lie in memory that others have allocated. Collective: export_array() says how peers
+  // find this rank's, or why they cannot; open_array() maps those of all ranks, if none said so.
+  // From then on it is used as a symmetric buffer is, until release_segment().
+  std::string export_array(std::uintptr_t address, std::uint64_t bytes, std::string* why);
+  void open_array(std::uint64_t id, std::uint64_t bytes, const std::vector<std::string>& handles);
 
   // The schedule of an algorithm that the registry does not know.
   void define(const std::string& algorithm, const Schedule& schedule);

@@ -22,6 +22,7 @@ int device_count(std::string* why) {
 DeviceCommunicator::DeviceCommunicator(const DeviceConfig&) { refuse(); }
 DeviceCommunicator::~DeviceCommunicator() = default;
 int DeviceCommunicator::blocks() const { refuse(); }
+void DeviceCommunicator::allocate(Home) { refuse(); }
 std::string DeviceCommunicator::handle() const { refuse(); }
 void DeviceCommunicator::open(const std::vector<std::string>&, int) { refuse(); }
 void DeviceCommunicator::probe_write() { refuse(); }
@@ -35,6 +36,12 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t, const std::vector
   refuse();
 }
 void DeviceCommunicator::release_segment(std::uint64_t) { refuse(); }
+std::string DeviceCommunicator::export_array(std::uintptr_t, std::uint64_t, std::string*) {
+  refuse();
+}
+void DeviceCommunicator::open_array(std::uint64_t, std::uint64_t, const std::vector<std::string>&) {
+  refuse();
+}
 void DeviceCommunicator::run(const Call&, const DeviceOptions&, std::uintptr_t) { refuse(); }
 void DeviceCommunicator::check() { refuse(); }
 bool DeviceCommunicator::idle() { refuse(); }

@@ -1,7 +1,7 @@
 // Signals between GPUs: every memory-order argument of the kernels lives here. (The instructions
 // themselves are in primitives.cuh.)
 //
-// All flags are words in device memory that one rank writes and another polls. Both orders are of
+// All flags are words in an arena that one rank writes and another polls. Both orders are of
 // system scope, since a peer is another GPU. The pattern is always the same:
 //   writer   all threads of a block write data; __syncthreads() puts these writes before what one
 //            thread does next; that thread stores the flag with release: whoever reads the flag
@@ -56,8 +56,7 @@ struct Waiting {
 // Any thread, any number of times: the first writes the record and tells the peers.
 __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& what, u64 seen,
                                u64 waited_ns, const Arrival* theirs = nullptr) {
-  State& own = state_of(w, w.rank);
-  if (atomicCAS(&own.left, 0u, static_cast<u32>(why)) != 0) return;
+  if (atomicCAS(&w.progress->left, 0u, static_cast<u32>(why)) != 0) return;
   volatile Record& r = w.control->record;
   r.leave = static_cast<u32>(why);
   r.phase = static_cast<u32>(what.phase);
@@ -86,11 +85,10 @@ struct Entry {
   u32 left, poison;
 };
 __device__ inline Entry enter(const DeviceWorld& w) {
-  const State& own = state_of(w, w.rank);
   Entry entry;  // three loads in flight at once: each alone takes 0.7 µs
-  entry.epoch = load_relaxed(&own.epoch);
-  entry.left = load_relaxed(&own.left);
-  entry.poison = load_relaxed(&own.poison);
+  entry.epoch = load_relaxed(&w.progress->epoch);
+  entry.left = load_relaxed(&w.progress->left);
+  entry.poison = load_relaxed(&state_of(w, w.rank).poison);
   entry.epoch += 1;
   return entry;
 }
@@ -111,7 +109,7 @@ inline constexpr u64 kAskHostAfterNs = 1'000'000;
 __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64 since, u64 seen) {
   const State& own = state_of(w, w.rank);
   const u64 waited = clock_ns() - since;
-  if (load_relaxed(&own.left) != 0) return true;
+  if (load_relaxed(&w.progress->left) != 0) return true;
   if (const u32 poison = load_relaxed(&own.poison)) {
     Waiting from = what;
     from.peer = static_cast<int>(poison & 0xffff) - 1;
@@ -220,7 +218,7 @@ __device__ inline bool agree(const DeviceWorld& world, const CallHead& head, con
 __device__ inline void finish_call(const DeviceWorld& w, u64 epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  State& own = state_of(w, w.rank);
+  Progress& own = *w.progress;
   if (gridDim.x > 1) {
     if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
     store_relaxed(&own.ticket, 0u);

@@ -331,7 +331,13 @@ class Engine:
     bounds: ClassVar[list[int]] = []
 
     def __init__(
-        self, bootstrap: Any, host: Any, nodes: Any, device: int, max_blocks: int = 0
+        self,
+        bootstrap: Any,
+        host: Any,
+        nodes: Any,
+        device: int,
+        max_blocks: int = 0,
+        path: str = "auto",
     ) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
         self.place = f"cuda:{device}"
@@ -344,6 +350,9 @@ class Engine:
 
     def wait(self, timeout: float | None) -> bool:
         return True
+
+    def close(self) -> None:
+        pass
 
 
 def _cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> View:

@@ -381,6 +381,8 @@ def test_survey_of_gpus_and_links(monkeypatch):
         "0-2: no peer access, no NVLink",
         "2→1: peer access, 1 NVLink",
     ]
+    assert gpus.path_words(found["links"]).startswith("no peer access (0-2): communicators")
+    assert gpus.path_words(found["links"][:1]) == "peer access between all"
     del modules["pynvml"]
     found = gpus.survey(modules.get)
     assert "pip install nvidia-ml-py" in found["unknown"][0]

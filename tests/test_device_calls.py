@@ -121,7 +121,7 @@ class Array:
 class Engine:
     """Notes what the GPU engine would be told."""
 
-    def __init__(self, bootstrap, host, nodes, device, max_blocks=0):
+    def __init__(self, bootstrap, host, nodes, device, max_blocks=0, path="auto"):
         self.host, self.device, self.max_blocks = host, device, max_blocks
         self.place = f"cuda:{device}"
         self.core = SimpleNamespace(close=lambda: None, abort=lambda reason, kind="aborted": None)
@@ -133,6 +133,9 @@ class Engine:
     def wait(self, timeout):
         self.waits += 1
         return True
+
+    def close(self):
+        pass
 
 
 @pytest.fixture

@@ -170,6 +170,18 @@ def link_words(access: bool, links: int | None) -> str:
     return f"{peer}, {links or 'no'} NVLink{'s' * (links > 1)}"
 
 
+def path_words(links: Sequence[Sequence[Any]]) -> str:
+    """How ranks on these GPUs reach each other, in words; "" if nothing is known of any two."""
+    pairs = {(min(a, b), max(a, b)) for a, b, words in links if words.startswith("no peer access")}
+    apart = [f"{a}-{b}" for a, b in sorted(pairs)]
+    if not apart:
+        return "peer access between all" if links else ""
+    return (
+        f"no peer access ({', '.join(apart)}): communicators with ranks on such GPUs go through "
+        "pinned memory of the host"
+    )
+
+
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 

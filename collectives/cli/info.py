@@ -194,6 +194,8 @@ def _gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("GPU links" if i == 0 else "", text)
         for i, text in enumerate(gpus.link_lines(found["links"]))
     ]
+    if words := gpus.path_words(found["links"]):
+        lines.append(("GPU path", words))
     if found["driver"]:
         lines.append(("GPU driver", found["driver"]))
     if found["unknown"]:

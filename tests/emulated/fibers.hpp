@@ -17,6 +17,7 @@ inline constexpr int kBlocksOfProcessor = 2;
 
 struct Block {
   Dim3 grid, index, threads;
+  unsigned loses;  // see lost()
 };
 struct Here {
   Dim3 thread;
@@ -24,6 +25,9 @@ struct Here {
 };
 // The fiber that runs on this OS thread.
 const Here& here();
+
+// Is what this fiber stores there lost on the way? (EMULATED_LOSES says on which.)
+bool lost(const void* address);
 
 // Gives the turn to the other fibers of the block: for a thread that polls.
 void poll();

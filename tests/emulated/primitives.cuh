@@ -7,8 +7,12 @@
 
 namespace collectives::device {
 
-inline void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_release(u32* p, u32 v) {
+  if (!emulated::lost(p)) __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline void store_release(u64* p, u64 v) {
+  if (!emulated::lost(p)) __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
 inline u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }

@@ -11,10 +11,12 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,9 +34,16 @@ int devices() {
   static const int n = setting("EMULATED_GPUS", 2);
   return n;
 }
-int processors() {
-  static const int n = setting("EMULATED_PROCESSORS", 8);
-  return n;
+// Of a device: "8 3" has 8 for the first and 3 for all others.
+int processors(int device) {
+  static const auto all = [] {
+    const char* words = std::getenv("EMULATED_PROCESSORS");
+    std::istringstream text(words != nullptr && *words != 0 ? words : "8");
+    std::vector<int> found;
+    for (int n = 0; text >> n;) found.push_back(n);
+    return found;
+  }();
+  return device < static_cast<int>(all.size()) ? all[static_cast<std::size_t>(device)] : all.back();
 }
 
 thread_local int current_device = 0;
@@ -141,7 +150,7 @@ Places& places(int device) {
   static auto* const all = [] {
     auto* made = new std::vector<std::unique_ptr<Places>>;
     for (int d = 0; d < devices(); ++d)
-      made->push_back(std::make_unique<Places>(processors() * emulated::kBlocksOfProcessor));
+      made->push_back(std::make_unique<Places>(processors(d) * emulated::kBlocksOfProcessor));
     return made;
   }();
   return *(*all)[static_cast<std::size_t>(device)];
@@ -252,11 +261,20 @@ struct Allocation {
   std::size_t bytes;
   int device, file;
   bool opened;  // another process's
+  bool pool;    // of cudaMallocAsync
+  unsigned long long buffer;
+};
+// Memory of the host that kernels may use.
+struct Pinned {
+  std::size_t bytes;
+  bool registered;
 };
 struct Memory {
   std::mutex mutex;
   std::map<char*, Allocation> all;
-  std::map<char*, std::size_t> pinned;
+  std::map<char*, Pinned> pinned;
+  std::map<std::size_t, void*> freed;  // by size: where the next one goes, as on a GPU
+  unsigned long long buffers = 0;
 };
 Memory& memory() {
   static auto* const one = new Memory;
@@ -264,16 +282,50 @@ Memory& memory() {
 }
 std::size_t whole_pages(std::size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
-cudaError_t map_file(int file, std::size_t bytes, bool opened, int device, void** pointer) {
-  void* at = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+cudaError_t map_file(int file, std::size_t bytes, bool opened, int device, void** pointer,
+                     bool pool = false) {
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  void* const where = m.freed[bytes];
+  void* at = mmap(where, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (at == MAP_FAILED) {
     close(file);
     return fail(cudaErrorMemoryAllocation);
   }
-  const std::lock_guard lock(memory().mutex);
-  memory().all[static_cast<char*>(at)] = {bytes, device, file, opened};
+  m.all[static_cast<char*>(at)] = {bytes, device, file, opened, pool, ++m.buffers};
   *pointer = at;
   return cudaSuccess;
+}
+
+cudaError_t allocate(void** pointer, std::size_t bytes, bool pool) {
+  *pointer = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  const int file = memfd_create("emulated-gpu", MFD_CLOEXEC);
+  if (file < 0) return fail(cudaErrorMemoryAllocation);
+  if (ftruncate(file, static_cast<off_t>(whole_pages(bytes))) != 0) {
+    close(file);
+    return fail(cudaErrorMemoryAllocation);
+  }
+  return map_file(file, bytes, false, current_device, pointer, pool);
+}
+
+// Names an environment variable the way from one GPU to another, or to "host", as in "0-1 1-host"?
+bool names(const char* variable, const std::string& from, const std::string& to) {
+  const char* words = std::getenv(variable);
+  if (words == nullptr) return false;
+  return (" " + std::string{words} + " ").find(" " + from + "-" + to + " ") != std::string::npos;
+}
+bool have_peer_access(int device, int peer) {
+  const std::string one = std::to_string(device), other = std::to_string(peer);
+  return !names("EMULATED_NO_PEER", one, other) && !names("EMULATED_NO_PEER", other, one);
+}
+constexpr unsigned kHost = 31;  // bit of the memory of the host among those that lose
+unsigned losing_ways(int device) {
+  const std::string from = std::to_string(device);
+  unsigned loses = names("EMULATED_LOSES", from, "host") ? 1u << kHost : 0;
+  for (int q = 0; q < devices(); ++q)
+    if (names("EMULATED_LOSES", from, std::to_string(q))) loses |= 1u << q;
+  return loses;
 }
 
 // The allocation that an address lies in, or the end.
@@ -284,6 +336,16 @@ std::map<char*, Allocation>::iterator allocation_of(const void* pointer) {
   if (next == all.begin()) return all.end();
   --next;
   return at < next->first + next->second.bytes ? next : all.end();
+}
+
+// Is it pinned memory of the host, or a GPU's?
+bool is_known(const void* pointer) {
+  const std::lock_guard lock(memory().mutex);
+  if (allocation_of(pointer) != memory().all.end()) return true;
+  const char* const at = static_cast<const char*>(pointer);
+  const auto next = memory().pinned.upper_bound(const_cast<char*>(at));
+  return next != memory().pinned.begin() &&
+         at < std::prev(next)->first + std::prev(next)->second.bytes;
 }
 
 struct Ipc {
@@ -317,13 +379,14 @@ cudaError_t emulated::launch(Dim3 grid, Dim3 threads, cudaStream_t stream,
   if (grid.x == 0 || threads.x == 0 || threads.x > 1024) return fail(cudaErrorInvalidValue);
   const int device = stream_of(stream)->device;
   if (device != current_device) return fail(cudaErrorInvalidResourceHandle);
-  return put(stream, [grid, threads, device, kernel = std::move(kernel)] {
+  const unsigned loses = losing_ways(device);
+  return put(stream, [grid, threads, device, loses, kernel = std::move(kernel)] {
     Places& free = places(device);
     // Whoever finishes one is still in it when the wait for it has ended.
     const auto rest = std::make_shared<std::vector<Completion>>(grid.x - 1);
     const auto run = [&](unsigned index) {
       free.take();
-      run_block({grid, Dim3(index, 0, 0), threads}, kernel);
+      run_block({grid, Dim3(index, 0, 0), threads, loses}, kernel);
       free.give();
     };
     for (unsigned b = 1; b < grid.x; ++b)
@@ -334,6 +397,16 @@ cudaError_t emulated::launch(Dim3 grid, Dim3 threads, cudaStream_t stream,
     run(0);
     for (Completion& one : *rest) one.wait();
   });
+}
+
+bool emulated::lost(const void* address) {
+  const unsigned loses = here().block->loses;
+  if (loses == 0) return false;
+  const std::lock_guard lock(memory().mutex);
+  const auto found = allocation_of(address);
+  const unsigned where =
+      found == memory().all.end() ? kHost : static_cast<unsigned>(found->second.device);
+  return (loses >> where & 1) != 0;
 }
 
 extern "C" {
@@ -361,11 +434,13 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorNotReady";
     case cudaErrorStreamCaptureUnsupported:
       return "cudaErrorStreamCaptureUnsupported";
+    case cudaErrorPeerAccessUnsupported:
+      return "cudaErrorPeerAccessUnsupported";
     default:
       return "cudaErrorInvalidValue";
   }
 }
-const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated CUDA runtime"; }
+const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 
 // ---- devices ------------------------------------------------------------------------------------
 
@@ -382,9 +457,9 @@ cudaError_t cudaSetDevice(int device) {
   current_device = device;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int device) {
   if (what != cudaDevAttrMultiProcessorCount) return fail(cudaErrorInvalidValue);
-  *value = processors();
+  *value = processors(device);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* words, int length, int device) {
@@ -402,11 +477,13 @@ cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int device,
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  *can = device != peer;
+  *can = device != peer && have_peer_access(device, peer);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
-  return peer != current_device ? cudaSuccess : fail(cudaErrorInvalidDevice);
+  if (peer == current_device) return fail(cudaErrorInvalidDevice);
+  return have_peer_access(current_device, peer) ? cudaSuccess
+                                                : fail(cudaErrorPeerAccessUnsupported);
 }
 cudaError_t cudaDeviceSynchronize() {
   wait_for_device(current_device);
@@ -416,15 +493,10 @@ cudaError_t cudaDeviceSynchronize() {
 // ---- memory -------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
-  *pointer = nullptr;
-  if (bytes == 0) return cudaSuccess;
-  const int file = memfd_create("emulated-gpu", MFD_CLOEXEC);
-  if (file < 0) return fail(cudaErrorMemoryAllocation);
-  if (ftruncate(file, static_cast<off_t>(whole_pages(bytes))) != 0) {
-    close(file);
-    return fail(cudaErrorMemoryAllocation);
-  }
-  return map_file(file, bytes, false, current_device, pointer);
+  return allocate(pointer, bytes, false);
+}
+cudaError_t cudaMallocAsync(void** pointer, std::size_t bytes, cudaStream_t) {
+  return allocate(pointer, bytes, true);
 }
 cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
@@ -438,6 +510,7 @@ cudaError_t cudaFree(void* pointer) {
   wait_for_device(freed.device);  // as the real one does
   const std::lock_guard lock(memory().mutex);
   memory().all.erase(static_cast<char*>(pointer));
+  memory().freed[freed.bytes] = pointer;
   munmap(pointer, whole_pages(freed.bytes));
   close(freed.file);
   return cudaSuccess;
@@ -447,19 +520,39 @@ cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
       mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
   const std::lock_guard lock(memory().mutex);
-  memory().pinned[static_cast<char*>(at)] = bytes;
+  memory().pinned[static_cast<char*>(at)] = {bytes, false};
   *pointer = at;
+  return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void* pointer, std::size_t bytes, unsigned) {
+  char* const from = static_cast<char*>(pointer);
+  const std::lock_guard lock(memory().mutex);
+  for (const auto& [at, one] : memory().pinned)
+    if (from < at + one.bytes && at < from + bytes)
+      return fail(cudaErrorHostMemoryAlreadyRegistered);
+  memory().pinned[from] = {bytes, true};
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* pointer) {
+  const std::lock_guard lock(memory().mutex);
+  const auto found = memory().pinned.find(static_cast<char*>(pointer));
+  if (found == memory().pinned.end() || !found->second.registered)
+    return fail(cudaErrorHostMemoryNotRegistered);
+  memory().pinned.erase(found);
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* pointer) {
   const std::lock_guard lock(memory().mutex);
   const auto found = memory().pinned.find(static_cast<char*>(pointer));
-  if (found == memory().pinned.end()) return fail(cudaErrorInvalidValue);
-  munmap(pointer, whole_pages(found->second));
+  if (found == memory().pinned.end() || found->second.registered)
+    return fail(cudaErrorInvalidValue);
+  munmap(pointer, whole_pages(found->second.bytes));
   memory().pinned.erase(found);
   return cudaSuccess;
 }
 cudaError_t cudaHostGetDevicePointer(void** mapped, void* pointer, unsigned) {
+  const std::lock_guard lock(memory().mutex);
+  if (memory().pinned.count(static_cast<char*>(pointer)) == 0) return fail(cudaErrorInvalidValue);
   *mapped = pointer;
   return cudaSuccess;
 }
@@ -474,7 +567,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-  if (kind == cudaMemcpyHostToDevice && stream_of(stream)->capture == nullptr) {
+  if ((kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDefault) &&
+      stream_of(stream)->capture == nullptr && !is_known(from)) {
     // Pageable memory is read before the call returns.
     auto copy = std::make_shared<std::vector<char>>(static_cast<const char*>(from),
                                                     static_cast<const char*>(from) + bytes);
@@ -495,7 +589,8 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
   const std::lock_guard lock(memory().mutex);
   const auto found = allocation_of(pointer);
-  if (found == memory().all.end() || found->second.opened) return fail(cudaErrorInvalidValue);
+  if (found == memory().all.end() || found->second.opened || found->second.pool)
+    return fail(cudaErrorInvalidValue);
   Ipc ipc{};
   std::memcpy(ipc.magic, kMagic, sizeof kMagic);
   ipc.pid = getpid();
@@ -511,6 +606,8 @@ cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsi
   std::memcpy(&ipc, handle.reserved, sizeof ipc);
   if (std::memcmp(ipc.magic, kMagic, sizeof kMagic) != 0 || ipc.pid == getpid())
     return fail(cudaErrorInvalidResourceHandle);
+  if (ipc.device != current_device && !have_peer_access(current_device, ipc.device))
+    return fail(cudaErrorPeerAccessUnsupported);
   const std::string path = "/proc/" + std::to_string(ipc.pid) + "/fd/" + std::to_string(ipc.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return fail(cudaErrorInvalidResourceHandle);
@@ -523,6 +620,50 @@ cudaError_t cudaIpcCloseMemHandle(void* pointer) {
   munmap(pointer, whole_pages(found->second.bytes));
   close(found->second.file);
   memory().all.erase(found);
+  return cudaSuccess;
+}
+
+// ---- the driver's interface -----------------------------------------------------------------
+
+// Attributes by their numbers in CUDA; results are CUDA's too: 0, or 1 for an invalid value.
+static int pointer_attribute(void* value, int attribute, unsigned long long address) {
+  const std::lock_guard lock(memory().mutex);
+  const auto found = allocation_of(reinterpret_cast<const void*>(address));
+  if (found == memory().all.end()) return 1;
+  const Allocation& one = found->second;
+  switch (attribute) {
+    case 7:  // CU_POINTER_ATTRIBUTE_BUFFER_ID
+      *static_cast<unsigned long long*>(value) = one.buffer;
+      return 0;
+    case 8:  // CU_POINTER_ATTRIBUTE_IS_MANAGED
+      *static_cast<int*>(value) = 0;
+      return 0;
+    case 10:  // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+      *static_cast<int*>(value) = !one.pool && !one.opened;
+      return 0;
+    case 17:  // CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+      *static_cast<void**>(value) = one.pool ? &memory() : nullptr;
+      return 0;
+    default:
+      return 1;
+  }
+}
+static int address_range(unsigned long long* base, std::size_t* bytes, unsigned long long address) {
+  const std::lock_guard lock(memory().mutex);
+  const auto found = allocation_of(reinterpret_cast<const void*>(address));
+  if (found == memory().all.end()) return 1;
+  *base = reinterpret_cast<unsigned long long>(found->first);
+  *bytes = found->second.bytes;
+  return 0;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const std::string wanted = name;
+  *function = wanted == "cuPointerGetAttribute"  ? reinterpret_cast<void*>(&pointer_attribute)
+              : wanted == "cuMemGetAddressRange" ? reinterpret_cast<void*>(&address_range)
+                                                 : nullptr;
+  *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

@@ -1,6 +1,8 @@
 """A rank that is a process: a few collectives through CUDA IPC. `ipc_worker.py GPUS`."""
 
+import os
 import sys
+from pathlib import Path
 
 from cases import Case, check, registry
 from on_device import OnDevice
@@ -17,7 +19,11 @@ def main() -> None:
             continue
         for count in (1, 1000, 300_001) if alone else (1000,):
             check(proxy, Case(collective, algorithm, count=count, place="out"))
-    print("all right", flush=True)
+    assert comm._device is not None
+    # Memory that processes share has no name, and no way in once all have mapped it.
+    files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert not [file for file in files if "collectives-gpu" in file], files
+    print(f"path {comm._device.path}, {comm._device.blocks} blocks\nall right", flush=True)
     comm.close()
 
 

@@ -12,14 +12,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
 
 import collectives as cc
+from collectives import _core
 
 Array = np.ndarray[Any, Any]
+# Is this the emulated runtime?
+EMULATED = Path(_core.__file__).with_name("libemulated_cuda.so").exists()
 _ROOM = 24 << 20
 _H2D, _D2H = 1, 2
 

@@ -51,11 +51,14 @@ class Device:
 
 
 class Memory:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, pool: bool = False) -> None:
         self.size = size
         self.device = Device()
         at = ctypes.c_void_p()
-        _check(_cuda.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(size)))
+        if pool:
+            _check(_cuda.cudaMallocAsync(ctypes.byref(at), ctypes.c_size_t(size), None))
+        else:
+            _check(_cuda.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(size)))
         self.ptr = at.value or 0
 
     def __del__(self) -> None:
@@ -78,6 +81,10 @@ class MemoryPointer:
 
 def alloc(size: int) -> MemoryPointer:
     return MemoryPointer(Memory(size), 0)
+
+
+def malloc_async(size: int) -> MemoryPointer:
+    return MemoryPointer(Memory(size, pool=True), 0)
 
 
 class Event:
@@ -146,6 +153,16 @@ def get_current_stream() -> Stream:
 
 class runtime:
     @staticmethod
+    def malloc(size: int) -> int:
+        at = ctypes.c_void_p()
+        _check(_cuda.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(size)))
+        return at.value or 0
+
+    @staticmethod
+    def free(pointer: int) -> None:
+        _check(_cuda.cudaFree(_pointer(pointer)))
+
+    @staticmethod
     def memcpyAsync(to: int, source: int, size: int, kind: int, stream: int) -> None:
         _check(
             _cuda.cudaMemcpyAsync(
@@ -184,7 +201,9 @@ class runtime:
 
     @staticmethod
     def deviceCanAccessPeer(device: int, peer: int) -> int:
-        return int(device != peer)
+        can = ctypes.c_int()
+        _check(_cuda.cudaDeviceCanAccessPeer(ctypes.byref(can), device, peer))
+        return can.value
 
     @staticmethod
     def driverGetVersion() -> int:
