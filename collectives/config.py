@@ -26,6 +26,10 @@ DEFAULT_TIMEOUT = 300.0
 # Seconds within which a host is found to be gone, unless COLLECTIVES_HEARTBEAT says otherwise.
 DEFAULT_HEARTBEAT = 30.0
 
+# Bytes of a slice of a call on device arrays between nodes, unless COLLECTIVES_STAGING says
+# otherwise.
+DEFAULT_STAGING = 8 << 20
+
 COLLECTIVES = (
     "all_reduce",
     "reduce_scatter",
@@ -280,6 +284,12 @@ VARIABLES: tuple[Variable, ...] = (
         DEFAULT_HEARTBEAT,
         "seconds until a host that vanished is noticed where ranks met",
     ),
+    Variable(
+        "COLLECTIVES_STAGING",
+        parse_size,
+        DEFAULT_STAGING,
+        "bytes of a slice of arrays on GPUs between nodes; 4 times that is pinned",
+    ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
         "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
@@ -340,6 +350,7 @@ class Settings:
     table: str
     dump: str
     heartbeat: float
+    staging: int
     node: str
     simd: str
     rank: int | None

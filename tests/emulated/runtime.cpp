@@ -286,6 +286,15 @@ std::map<char*, Allocation>::iterator allocation_of(const void* pointer) {
   return at < next->first + next->second.bytes ? next : all.end();
 }
 
+bool is_pinned(const void* pointer) {
+  const std::lock_guard lock(memory().mutex);
+  char* const at = const_cast<char*>(static_cast<const char*>(pointer));
+  auto next = memory().pinned.upper_bound(at);
+  if (next == memory().pinned.begin()) return false;
+  --next;
+  return at < next->first + next->second;
+}
+
 struct Ipc {
   char magic[8];
   long pid;
@@ -474,7 +483,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-  if (kind == cudaMemcpyHostToDevice && stream_of(stream)->capture == nullptr) {
+  if (kind == cudaMemcpyHostToDevice && stream_of(stream)->capture == nullptr && !is_pinned(from)) {
     // Pageable memory is read before the call returns.
     auto copy = std::make_shared<std::vector<char>>(static_cast<const char*>(from),
                                                     static_cast<const char*>(from) + bytes);
