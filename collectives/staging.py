@@ -75,9 +75,8 @@ class StagedEngine(DeviceEngine):
         count, why = _core.device_count()
         if count and not 0 <= device < count:
             why = f"there is no GPU {device}: this process sees {count}"
-        answers = self._agree(
-            "cannot stage arrays of a GPU", why or _why_no_thread(bootstrap), slot=Settings().staging
-        )
+        why = why or _why_no_thread(bootstrap)
+        answers = self._agree("cannot stage arrays of a GPU", why, slot=Settings().staging)
         self.slot_bytes = min(int(a["slot"]) for a in answers)
         why, core = "", None
         try:

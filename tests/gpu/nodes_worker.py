@@ -79,6 +79,36 @@ def order(proxy: OnDevice) -> None:
         cupy.cuda.runtime.memcpyAsync(got.ctypes.data, x.data.ptr, got.nbytes, 2, proxy.stream.ptr)
     proxy.stream.synchronize()
     assert (got == n * (n + 1) / 2).all(), got
+    # What the stream does before a call is waited for: here the call of another communicator, which
+    # cannot end before this call was put on the stream.
+    twin = comm.duplicate()
+    late = device_array(proxy, count, 1 << 20)
+    proxy.copy(late.data.ptr, host.ctypes.data, host.nbytes, 1)
+    hundreds = device_array(proxy, count, 2 << 20)
+    host[:] = 100
+    proxy.copy(hundreds.data.ptr, host.ctypes.data, host.nbytes, 1)
+    with cupy.cuda.Stream(non_blocking=True):
+        twin.all_reduce(x, op="min")  # sets up
+        twin.synchronize()
+    ahead = cupy.cuda.Stream(non_blocking=True)
+    if comm.rank == 0:
+        with ahead:
+            twin.all_reduce(late)
+            comm.all_reduce(late, op="max")
+        WORLD.Barrier()
+    else:
+        with proxy.stream:
+            comm.all_reduce(hundreds, op="max")
+        WORLD.Barrier()
+        time.sleep(0.2)  # time for a call that does not wait to go wrong
+        with ahead:
+            twin.all_reduce(late)
+    comm.synchronize()
+    twin.synchronize()
+    if comm.rank == 0:
+        proxy.copy(got.ctypes.data, late.data.ptr, got.nbytes, 2)
+        assert (got == 100).all(), got
+    twin.close()
     # Between two streams, and between calls on host arrays, queued ones too.
     other = cupy.cuda.Stream(non_blocking=True)
     mine = np.ones(10, np.float32)
