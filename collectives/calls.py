@@ -14,6 +14,7 @@ from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
 from .device_sum import make_device_sum
 from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
 from .schedule import algorithms, is_written, schedule, why_unsupported
+from .staging import StagedEngine
 from .tuning import ANY_SIZE, Tuner, known_algorithm
 from .tuning.device import device_algorithm
 from .work import InFlight, QueuedWork
@@ -268,6 +269,11 @@ class Calls:
 
     def _set_up_device(self, ordinal: int) -> None:
         """Collective: makes the engine for this rank's GPU."""
+        if len(set(self.nodes)) > 1:
+            self._device = StagedEngine(
+                self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks
+            )
+            return
         self._device = DeviceEngine(
             self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks, self._gpu_path
         )
@@ -302,6 +308,12 @@ class Calls:
         if put_on is not None:
             self._check_stream(put_on, engine, collective)
             stream = put_on.handle
+        if isinstance(engine, StagedEngine):
+            # A call of a slice, by what serves host arrays.
+            some = nbytes if nbytes >= ANY_PAIR else min(nbytes, engine.slot_bytes)
+            number = self._algorithm(collective, some, algorithm, root)
+            engine.run_staged(self._core, arguments, number, stream)
+            return
         if algorithm is None or algorithm == "auto":
             algorithm = self._device_algorithm(collective, nbytes)
         if collective == "all_to_all" and algorithm != "direct_two_shot":
@@ -343,7 +355,11 @@ class Calls:
             )
         arguments = (COLLECTIVES["barrier"], 0, 0, 0, 0, 0, 0, None, None, 0, 0, 1.0, 0.0)
         self._check_stream(stream, self._device, "barrier")
-        self._device.run(arguments, "", stream.handle)
+        if isinstance(self._device, StagedEngine):
+            number = self._algorithm("barrier", 0, None)
+            self._device.run_staged(self._core, arguments, number, stream.handle)
+        else:
+            self._device.run(arguments, "", stream.handle)
         return DeviceWork(self._device, lambda: None, None) if async_op else None
 
     def _in_out(

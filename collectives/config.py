@@ -26,6 +26,10 @@ DEFAULT_TIMEOUT = 300.0
 # Seconds within which a host is found to be gone, unless COLLECTIVES_HEARTBEAT says otherwise.
 DEFAULT_HEARTBEAT = 30.0
 
+# Bytes of a slice of a call on device arrays between nodes, unless COLLECTIVES_STAGING says
+# otherwise.
+DEFAULT_STAGING = 8 << 20
+
 COLLECTIVES = (
     "all_reduce",
     "reduce_scatter",
@@ -286,6 +290,12 @@ VARIABLES: tuple[Variable, ...] = (
         "auto",
         "forced way between GPUs: peer (their own memory) or host (pinned memory)",
     ),
+    Variable(
+        "COLLECTIVES_STAGING",
+        parse_size,
+        DEFAULT_STAGING,
+        "bytes of a slice of arrays on GPUs between nodes; 4 times that is pinned",
+    ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
         "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
@@ -347,6 +357,7 @@ class Settings:
     dump: str
     heartbeat: float
     gpu_path: str
+    staging: int
     node: str
     simd: str
     rank: int | None

@@ -23,6 +23,7 @@
 #include "reduce.hpp"
 #include "schedule.hpp"
 #include "simulate.hpp"
+#include "staging.hpp"
 #include "transport_mpi.hpp"
 #include "types.hpp"
 
@@ -394,7 +395,11 @@ PYBIND11_MODULE(_core, m) {
     d["path"] = mpi->path();
     d["version"] = mpi->version();
     d["abi"] = std::string{name_of(mpi->abi())};
-    if (mpi->usable()) d["threads"] = std::string{name_of(mpi->threads())};
+    if (mpi->usable()) {
+      d["threads"] = std::string{name_of(mpi->threads())};
+      const int cuda = mpi_cuda_support(*mpi);
+      d["cuda"] = cuda < 0 ? "does not tell" : cuda > 0 ? "yes" : "no";
+    }
     return d;
   });
 
@@ -649,6 +654,38 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("chunk") = 0,
       py::arg("lines") = false, py::arg("pull") = false);
+
+  py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
+      .def(py::init([](int device, std::size_t slot_bytes) {
+             WithoutGil release;
+             const Birth birth;
+             return std::shared_ptr<Staging>(new Staging(device, slot_bytes),
+                                             [birth](Staging* object) {
+                                               if (birth.in_child()) return;
+                                               WithoutGil unlocked;
+                                               delete object;
+                                             });
+           }),
+           py::kw_only(), py::arg("device"), py::arg("slot_bytes"))
+      // `arguments`: what Communicator's own calls take.
+      .def("run",
+           [](Staging& staging, Communicator& comm, const py::tuple& arguments,
+              std::uintptr_t stream) {
+             Call call;
+             Communicator::Options options;
+             if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
+                             static_cast<Py_ssize_t>(arguments.size()), comm, &call, &options))
+               throw py::error_already_set();
+             WithoutGil release;
+             staging.run(comm, call, options, stream);
+           })
+      .def("check", &Staging::check)
+      // The communicator's own abort() ends what the calls wait for.
+      .def(
+          "abort", [](Staging&, const std::string&, const std::string&) {}, py::arg("reason"),
+          py::arg("kind") = name_of(ErrorKind::aborted))
+      .def("idle", &Staging::idle)
+      .def("close", &Staging::close, Unlocked());
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.
   m.def("time_call", [](Communicator& comm, int warmup, int iterations, bool touch_input,

@@ -275,10 +275,12 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
     const std::string& name = names_[options.algorithm];
     std::memcpy(s.algorithm, name.data(), std::min(name.size(), sizeof s.algorithm - 1));
   }
+  if (options.on_device) s.order |= Signature::kOnDevice;
+  if (options.agreed != nullptr) s.order |= Signature::kInSlices;
   if (call.collective == Collective::barrier) return s;
   s.dtype = static_cast<std::uint8_t>(call.dtype);
   if (reduces(call.collective)) s.op = static_cast<std::uint8_t>(call.op);
-  s.order = static_cast<std::uint8_t>(options.order);
+  s.order |= static_cast<std::uint8_t>(options.order);
   switch (call.collective) {
     case Collective::reduce_scatter:
     case Collective::scatter:
@@ -351,7 +353,7 @@ void Communicator::note_error(const char* kind, const std::string& text, int pee
 }
 
 void Communicator::run_recorded(const Call& call, const Options& options) {
-  if (call.op == Op::premul_sum && reduces(call.collective)) {
+  if (call.op == Op::premul_sum && reduces(call.collective) && options.agreed == nullptr) {
     const std::uint64_t count =
         call.collective == Collective::reduce_scatter ? call.in.total(config_.nranks) : call.count;
     std::vector<std::byte> scaled(count * size_of(call.dtype));
@@ -368,10 +370,21 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   const bool again = options.algorithm == last_.algorithm && options.order == last_.order &&
                      call.collective == last_.collective && call.dtype == last_.dtype &&
                      call.op == last_.op && call.root == last_.root && call.count == last_.count &&
+                     options.on_device == last_.on_device &&
+                     (options.agreed != nullptr) == last_.agreement &&
                      !Layout::blocked(call.collective);
   if (!again) {
-    last_ = {options.algorithm, options.order, call.collective,     call.dtype, call.op,
-             call.root,         call.count,    sign(call, options), 0};
+    last_ = {options.algorithm,
+             options.order,
+             call.collective,
+             call.dtype,
+             call.op,
+             call.root,
+             call.count,
+             options.on_device,
+             options.agreed != nullptr,
+             sign(call, options),
+             0};
     last_.hash = last_.signature.hash();
   }
   const Signature& signature = last_.signature;
@@ -379,7 +392,9 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   try {
     const int shape = options.algorithm == kDefault ? 0 : direct_shape_[options.algorithm];
     const bool direct = shape == 1 || shape == 2;
-    if (direct_ && (options.algorithm == kDefault || direct))
+    if (options.agreed != nullptr)
+      *options.agreed = agree(signature, hash, *options.agreed);
+    else if (direct_ && (options.algorithm == kDefault || direct))
       direct_->run(call, shape == 2, signature, hash, segments_now());
     else if (options.algorithm == kDefault)
       agree(signature, hash, 0);  // which is a barrier
@@ -534,11 +549,21 @@ std::shared_ptr<Work> Communicator::submit(Call call, Options options) {
   check_open();
   ++issued_;
   auto work = make_for_this_process<Work>();
+  enqueue({std::move(call), options, work, nullptr});
+  return work;
+}
+
+void Communicator::submit(std::shared_ptr<Task> task) {
+  check_open();
+  ++issued_;
+  enqueue({{}, {}, make_for_this_process<Work>(), std::move(task)});
+}
+
+void Communicator::enqueue(Job job) {
   std::lock_guard lock(queue_mutex_);
   queued_.fetch_add(1, std::memory_order_relaxed);
-  queue_.push_back({std::move(call), options, work});
+  queue_.push_back(std::move(job));
   wake_worker();
-  return work;
 }
 
 bool Communicator::drain(double seconds) {
@@ -576,13 +601,33 @@ void Communicator::worker() {
                     "a call before this one in the queue failed: " + broken_reason());
       if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
       Busy busy(busy_);
-      execute(job.call, job.options);
+      if (job.task)
+        job.task->run(*this);
+      else
+        execute(job.call, job.options);
     } catch (...) {
       error = std::current_exception();
+    }
+    if (job.task) {
+      if (error) leave_after(error);
+      job.task->end(error);
     }
     queued_.fetch_sub(1, std::memory_order_release);
     job.work->finish(error);
     lock.lock();
+  }
+}
+
+// A task may end between its calls, where peers wait for the next. (What a call of it found before
+// any data moved leaves the ranks in step.)
+void Communicator::leave_after(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::mismatch && e.kind() != ErrorKind::unsupported)
+      leave_path(e.kind(), e.what());
+  } catch (const std::exception& e) {
+    leave_path(ErrorKind::aborted, e.what());
   }
 }
 

@@ -104,6 +104,10 @@ class Communicator : public Watch {
     int algorithm = 0;  // kDefault: a barrier without an algorithm of its own
     Order order = Order::any;
     double factor[2] = {1, 0};  // premul_sum
+    bool on_device = false;     // the arrays are staged: all ranks' must be, or none's
+    // If given, nothing is moved: the ranks only agree that they are in this call, and on the
+    // largest of these numbers, which it then is.
+    std::uint64_t* agreed = nullptr;
   };
   // Runs the call on the calling thread, behind asynchronous calls that are still queued.
   // `lengthy`: the call may take so long that other Python threads are to run meanwhile. The GIL is
@@ -111,6 +115,18 @@ class Communicator : public Watch {
   void run(const Call& call, const Options& options, bool lengthy = false);
   // Queues the call; the arrays must live until the work is done.
   std::shared_ptr<Work> submit(Call call, Options options);
+
+  // What takes its turn in the queue and may be several calls: it runs on the queue's thread.
+  class Task {
+   public:
+    virtual ~Task() = default;
+    virtual void run(Communicator& comm) = 0;
+    // Always called, last; with the error if run() threw, or could not be called.
+    virtual void end(std::exception_ptr error) noexcept = 0;
+  };
+  void submit(std::shared_ptr<Task> task);
+  // For Task::run.
+  void run_in_turn(const Call& call, const Options& options) { execute(call, options); }
 
   PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
                            std::size_t bytes, bool background);
@@ -224,6 +240,7 @@ class Communicator : public Watch {
   void wait_for_all(const std::vector<PostedTransfer>& posted);
   void give_up(const std::string& reason);
   void leave_path(ErrorKind kind, const std::string& text);
+  void leave_after(const std::exception_ptr& error);
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
   std::string broken_reason() const;
   void publish_wait(const Where& where, std::chrono::steady_clock::time_point now);
@@ -283,6 +300,7 @@ class Communicator : public Watch {
     Op op = Op::sum;
     int root = 0;
     std::uint64_t count = 0;
+    bool on_device = false, agreement = false;
     Signature signature;
     std::uint64_t hash = 0;
   };
@@ -320,7 +338,9 @@ class Communicator : public Watch {
     Call call;
     Options options;
     std::shared_ptr<Work> work;
+    std::shared_ptr<Task> task;  // in place of the call, if any
   };
+  void enqueue(Job job);
   std::deque<Job> queue_;
   std::atomic<int> queued_{0};  // jobs that are queued or running
   bool background_p2p_ = false;

@@ -821,4 +821,13 @@ std::shared_ptr<Mpi> mpi_from_loaded_library() {
   return mpi;
 }
 
+int mpi_cuda_support(const Mpi& mpi) {
+  void* library = dlopen(mpi.path().c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return -1;
+  const auto query = function_of<int (*)()>(library, "MPIX_Query_cuda_support");
+  const int answer = query == nullptr ? -1 : query() != 0;
+  dlclose(library);
+  return answer;
+}
+
 }  // namespace collectives

@@ -121,4 +121,8 @@ class Mpi {
 // paths are named; of two loaded libraries the one that is initialized wins).
 std::shared_ptr<Mpi> mpi_from_loaded_library();
 
+// What the library answers when it is asked whether it takes device pointers of CUDA: 1, 0, or -1
+// where it has no MPIX_Query_cuda_support to be asked.
+int mpi_cuda_support(const Mpi& mpi);
+
 }  // namespace collectives

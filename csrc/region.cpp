@@ -82,9 +82,10 @@ std::string Signature::describe() const {
       s += std::string{", counts="} + digits;
     }
     if (algorithm[0]) s += std::string{", algorithm="} + algorithm;
-    if (order) s += ", order=rank";
+    if ((order & ~(kOnDevice | kInSlices)) != 0) s += ", order=rank";
     s += ")";
   }
+  if (order & kOnDevice) s += " on arrays on the GPU";
   return s;
 }
 

@@ -53,6 +53,8 @@ struct Signature {
   std::uint8_t collective = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
+  // An Order, and for staged calls these.
+  static constexpr std::uint8_t kOnDevice = 2, kInSlices = 4;
   std::uint8_t order = 0;
   char algorithm[80] = {};
 

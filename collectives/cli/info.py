@@ -98,6 +98,8 @@ def _memory(comm: Communicator) -> dict[str, int]:
         memory |= {f"{name}_bytes" if "slot" in name else name: v for name, v in sizes.items()}
     if "mpi" in comm.transports:
         memory["mpi_bytes_per_peer"] = 2 * MPI_SLOT * MPI_DEPTH
+    if len(set(comm.nodes)) > 1:
+        memory["staging_slice_bytes"] = comm._settings.staging
     return memory
 
 
@@ -174,6 +176,12 @@ def _scratch(memory: dict[str, int]) -> str:
         )
     if memory["mpi_bytes_per_peer"]:
         parts.append(f"{memory['mpi_bytes_per_peer'] / 2**20:.1f} MiB for each peer over MPI")
+    if "staging_slice_bytes" in memory:
+        slice_bytes = memory["staging_slice_bytes"] / 2**20
+        parts.append(
+            f"4 x {slice_bytes:g} MiB pinned from the first call on arrays on GPUs, which go in "
+            f"slices of {slice_bytes:g} MiB"
+        )
     return "; ".join(parts) or "none"
 
 
@@ -207,4 +215,5 @@ def _mpi(mpi: dict[str, str]) -> str:
     if "missing" in mpi:
         return f"none: {mpi['missing']}"
     threads = mpi.get("threads", "not initialised")
-    return f"{machine.mpi_name(mpi['version'])} ({mpi['path']}), threads: {threads}"
+    cuda = f", CUDA-aware: {mpi['cuda']}" if "cuda" in mpi else ""
+    return f"{machine.mpi_name(mpi['version'])} ({mpi['path']}), threads: {threads}{cuda}"

@@ -1,0 +1,103 @@
+"""Arrays on GPUs between nodes: through pinned memory of the host, and the calls on host arrays.
+
+A call is put on the caller's current stream and returns at once, as within a node. Behind it a
+thread of the communicator copies a slice to the host, makes the call on it that serves host arrays
+(any algorithm, hierarchical ones included), and copies the result back, while the next slice comes
+and the one before goes. See csrc/staging.hpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from . import _core
+from .bootstrap import Bootstrap
+from .config import Settings
+from .device import DeviceEngine
+from .errors import CollectiveError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ._core import Communicator as Core
+
+# Where a call's arguments to the core have its algorithm.
+_ALGORITHM = 9
+
+
+def _why_no_thread(bootstrap: Bootstrap) -> str:
+    """Why no thread of the communicator may call MPI, in words; "" if one may."""
+    if bootstrap.kind != "mpi":
+        return ""
+    threads = _core.loaded_mpi().get("threads", "")
+    if threads not in ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED"):
+        return ""
+    return (
+        f"MPI was initialised with {threads}, and a thread of the communicator must call it: "
+        "initialise it with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py does, unless "
+        "mpi4py.rc says otherwise)"
+    )
+
+
+class NoSymmetricMemory:
+    """Stands for the symmetric buffers of GPUs, which reach no other node."""
+
+    def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> NoReturn:
+        raise UnsupportedError(
+            "empty: a symmetric buffer on GPUs is mapped into all ranks, and these are on several "
+            "nodes; use an array of your library, or a communicator of one node "
+            "(split(by='node'))"
+        )
+
+
+class StagedEngine(DeviceEngine):
+    """The GPU half of a rank whose communicator spans several nodes. Making one is collective over
+    the bootstrap.
+
+    host        the rank's end on the host, whose calls it makes
+    device      ordinal of this rank's GPU; `place` names it as arrays do
+    slot_bytes  of a slice: the smallest COLLECTIVES_STAGING of all ranks. 4 times that is pinned.
+
+    Raises UnsupportedError on all ranks, in words, where a GPU cannot be used.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        host: Core,
+        nodes: Sequence[int],
+        device: int,
+        max_blocks: int = 0,
+    ) -> None:
+        self.host = host
+        self.device = device
+        self.place = f"cuda:{device}"
+        self._bootstrap = bootstrap
+        count, why = _core.device_count()
+        if count and not 0 <= device < count:
+            why = f"there is no GPU {device}: this process sees {count}"
+        why = why or _why_no_thread(bootstrap)
+        answers = self._agree("cannot stage arrays of a GPU", why, slot=Settings().staging)
+        self.slot_bytes = min(int(a["slot"]) for a in answers)
+        why, core = "", None
+        try:
+            core = _core.Staging(device=device, slot_bytes=self.slot_bytes)
+        except CollectiveError as error:
+            why = str(error)
+        self._agree("cannot set up its GPU", why)
+        assert core is not None
+        self._staging = core
+        self.core: Any = core
+        self.memory: Any = NoSymmetricMemory()
+
+    def run_staged(
+        self, comm: Core, arguments: tuple[Any, ...], algorithm: int, stream: int
+    ) -> None:
+        """Puts a call on a stream; `algorithm` is the core's number. Raises what an earlier call,
+        or a peer on the host, told.
+        """
+        whole = (*arguments[:_ALGORITHM], algorithm, *arguments[_ALGORITHM + 1 :])
+        self._staging.run(comm, whole, stream)
+
+    def idle(self) -> bool:
+        """True when all calls so far have ended. Raises what went wrong in them."""
+        return self._staging.idle()

@@ -1,0 +1,470 @@
+// Staged calls: slices of device arrays through pinned memory, in the turn of the queue.
+#include "cuda_staging.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+#include "cuda_memory.hpp"
+#include "device.hpp"
+#include "staging.hpp"
+
+namespace collectives {
+
+using namespace device;
+using std::chrono::microseconds;
+using std::chrono::steady_clock;
+
+namespace {
+
+constexpr int kSlots = 2;
+
+// Polls of an event before the thread naps: most copies of a slice end meanwhile.
+constexpr int kBusyPolls = 200;
+constexpr microseconds kNap{20};
+constexpr microseconds kLookEvery{5000};
+
+// Seconds for which a kernel believes in a host that does not stir: a slice waits for its peers as
+// long as the communicator's timeout at most, at each of a few steps.
+double patience(double timeout_s) { return 60 + 8 * std::min(timeout_s, 1e8); }
+
+struct Part {
+  std::uint64_t device, host, length;  // elements: where in the array, where in the slot
+};
+
+struct Slice {
+  std::vector<Part> down, up;
+  Call call;
+};
+
+// How a call is cut: `each` elements of the vector, or of every block, in one slice.
+class Cut {
+ public:
+  Cut(const Call& call, int rank, int n, std::uint64_t slot_bytes)
+      : call_(call), rank_(rank), n_(n), blocked_(Layout::blocked(call.collective)) {
+    each_ = slot_bytes / size_of(call.dtype) / (blocked_ ? n : 1);
+    if (each_ == 0)
+      throw Error(ErrorKind::unsupported,
+                  "slots of " + std::to_string(slot_bytes) + " bytes are too small for blocks of " +
+                      std::to_string(n) + " ranks: raise COLLECTIVES_STAGING");
+  }
+
+  std::uint64_t longest() const {
+    return blocked_ ? std::max(call_.in.longest(n_), call_.out.longest(n_)) : call_.count;
+  }
+  std::uint64_t slices(std::uint64_t longest) const {
+    return std::max<std::uint64_t>(1, (longest + each_ - 1) / each_);
+  }
+
+  // The slice, with addresses still to be put in.
+  Slice slice(std::uint64_t s) const {
+    const bool root = rank_ == call_.root;
+    Slice made;
+    made.call = call_;
+    const auto whole = [&](std::uint64_t length) {
+      const std::uint64_t begin = std::min(length, s * each_);
+      return std::vector<Part>{{begin, 0, std::min(length - begin, each_)}};
+    };
+    if (!blocked_) {
+      const std::vector<Part> part = whole(call_.count);
+      made.call.count = part[0].length;
+      const bool reduces_to_root = call_.collective == Collective::reduce;
+      const bool from_root = call_.collective == Collective::broadcast;
+      if (!from_root || root) made.down = part;
+      if (!reduces_to_root || root) made.up = part;
+      if (from_root && root && call_.input == call_.output) made.up.clear();
+      return made;
+    }
+    const bool scatters = call_.collective == Collective::scatter;
+    const bool gathers = call_.collective == Collective::gather;
+    std::vector<Part> in, out;
+    if (blocks_in()) made.call.in = pieces(call_.in, s, &in);
+    if (blocks_out()) made.call.out = pieces(call_.out, s, &out);
+    made.down = blocks_in() ? in : whole(call_.out.length(rank_));
+    made.up = blocks_out() ? out : whole(call_.in.length(rank_));
+    if (scatters && !root) made.down.clear();
+    if (gathers && !root) made.up.clear();
+    return made;
+  }
+
+ private:
+  bool blocks_in() const {
+    return call_.collective == Collective::reduce_scatter ||
+           call_.collective == Collective::scatter || call_.collective == Collective::all_to_all;
+  }
+  bool blocks_out() const {
+    return call_.collective == Collective::all_gather || call_.collective == Collective::gather ||
+           call_.collective == Collective::all_to_all;
+  }
+
+  // The slice's part of every block, packed; blocks that lie side by side are one piece.
+  Blocks pieces(const Blocks& blocks, std::uint64_t s, std::vector<Part>* found) const {
+    std::vector<std::uint64_t> lengths;
+    std::uint64_t at = 0;
+    for (int q = 0; q < n_; ++q) {
+      const std::uint64_t length = blocks.length(q), begin = std::min(length, s * each_);
+      const Part piece{blocks.offset(q) + begin, at, std::min(length - begin, each_)};
+      lengths.push_back(piece.length);
+      at += piece.length;
+      if (!found->empty() && found->back().device + found->back().length == piece.device)
+        found->back().length += piece.length;
+      else
+        found->push_back(piece);
+    }
+    if (blocks.is_table()) return Blocks::table(std::move(lengths));
+    return Blocks::split(at, n_);  // lengths differ by one at most, the longer ones first
+  }
+
+  const Call& call_;
+  int rank_, n_;
+  bool blocked_;
+  std::uint64_t each_;
+};
+
+}  // namespace
+
+struct Staging::State {
+  struct Slot {
+    std::byte *in = nullptr, *out = nullptr;
+    cudaEvent_t filled = nullptr, emptied = nullptr;
+  };
+
+  State(int device, std::size_t slot_bytes);
+  ~State() { close(); }
+
+  void check();
+  void close();
+  void beat() { __atomic_fetch_add(&control->beat, 1, __ATOMIC_RELAXED); }
+  void end(u64 number) { __atomic_store_n(&control->ended, number, __ATOMIC_RELEASE); }
+  u64 ended() const { return __atomic_load_n(&control->ended, __ATOMIC_ACQUIRE); }
+  void test_copies();
+  cudaEvent_t event();
+  void give_back(cudaEvent_t used) {
+    const std::lock_guard lock(mutex);
+    events.push_back(used);
+  }
+
+  int device;
+  std::size_t slot_bytes;
+  Slot slots[kSlots];
+  cudaStream_t down = nullptr, up = nullptr;
+  StagingControl *control = nullptr, *mapped = nullptr;
+  std::byte* pinned = nullptr;
+  u64 issued = 0;
+  bool closed = false;
+  std::mutex mutex;
+  std::exception_ptr error;            // the first
+  std::vector<cudaEvent_t> events;     // that nobody uses
+  std::deque<cudaEvent_t> waits_left;  // behind each kernel that waits, until it was seen to end
+};
+
+Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes + 63) / 64 * 64) {
+  std::string why;
+  const int count = device_count(&why);
+  if (count == 0) throw Error(ErrorKind::unsupported, why);
+  const WhileCapturing relaxed;
+  const OnDevice current(device);
+  check_cuda(static_cast<cudaError_t>(load_staging_wait()), "loading the kernels");
+  check_cuda(cudaStreamCreateWithFlags(&down, cudaStreamNonBlocking), "cudaStreamCreate");
+  check_cuda(cudaStreamCreateWithFlags(&up, cudaStreamNonBlocking), "cudaStreamCreate");
+  void* p = nullptr;
+  constexpr unsigned kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
+  check_cuda(cudaHostAlloc(&p, sizeof(StagingControl), kFlags), "cudaHostAlloc");
+  control = static_cast<StagingControl*>(p);
+  std::memset(p, 0, sizeof(StagingControl));
+  check_cuda(cudaHostGetDevicePointer(&p, control, 0), "cudaHostGetDevicePointer");
+  mapped = static_cast<StagingControl*>(p);
+  check_cuda(cudaHostAlloc(&p, 2 * kSlots * slot_bytes, kFlags), "cudaHostAlloc");
+  pinned = static_cast<std::byte*>(p);
+  for (int i = 0; i < kSlots; ++i) {
+    slots[i].in = pinned + 2 * i * slot_bytes;
+    slots[i].out = slots[i].in + slot_bytes;
+    for (cudaEvent_t* one : {&slots[i].filled, &slots[i].emptied})
+      check_cuda(cudaEventCreateWithFlags(one, cudaEventDisableTiming), "cudaEventCreate");
+  }
+  test_copies();
+}
+
+// A stream waits in a kernel; do copies in both directions go on meanwhile? All else rests on it.
+void Staging::State::test_copies() {
+  constexpr double kPatience = 20;
+  cudaStream_t held = nullptr;
+  void* there = nullptr;
+  check_cuda(cudaMalloc(&there, sizeof(u64)), "cudaMalloc");
+  check_cuda(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking), "cudaStreamCreate");
+  const u64 word = 0x9e3779b97f4a7c15ULL;
+  std::memcpy(slots[0].in, &word, sizeof word);
+  std::memset(slots[0].out, 0, sizeof word);
+  int result = launch_staging_wait(mapped, ++issued, u64(2 * kPatience * 1e9), held);
+  cudaError_t done = cudaErrorNotReady;
+  if (result == cudaSuccess)
+    result = cudaMemcpyAsync(there, slots[0].in, sizeof word, cudaMemcpyHostToDevice, up);
+  if (result == cudaSuccess) result = cudaEventRecord(slots[0].emptied, up);
+  if (result == cudaSuccess) result = cudaStreamWaitEvent(down, slots[0].emptied, 0);
+  if (result == cudaSuccess)
+    result = cudaMemcpyAsync(slots[0].out, there, sizeof word, cudaMemcpyDeviceToHost, down);
+  if (result == cudaSuccess) result = cudaEventRecord(slots[0].filled, down);
+  const auto since = steady_clock::now();
+  while (result == cudaSuccess && done == cudaErrorNotReady &&
+         steady_clock::now() - since < std::chrono::duration<double>(kPatience)) {
+    done = cudaEventQuery(slots[0].filled);
+    std::this_thread::sleep_for(kNap);
+  }
+  cudaGetLastError();
+  end(issued);
+  cudaStreamSynchronize(held);
+  cudaStreamDestroy(held);
+  cudaFree(there);
+  check_cuda(static_cast<cudaError_t>(result), "the self-test of staging");
+  if (done == cudaErrorNotReady)
+    throw Error(ErrorKind::unsupported,
+                "GPU " + std::to_string(device) +
+                    " copies nothing while a kernel of another stream waits; set "
+                    "CUDA_DEVICE_MAX_CONNECTIONS=32 before anything uses CUDA");
+  check_cuda(done, "the self-test of staging");
+  if (std::memcmp(slots[0].out, &word, sizeof word) != 0)
+    throw Error(ErrorKind::system, "the self-test of staging read other bytes than it wrote");
+}
+
+cudaEvent_t Staging::State::event() {
+  const std::lock_guard lock(mutex);
+  while (!waits_left.empty() && cudaEventQuery(waits_left.front()) == cudaSuccess) {
+    events.push_back(waits_left.front());
+    waits_left.pop_front();
+  }
+  cudaGetLastError();
+  cudaEvent_t found = nullptr;
+  if (events.empty()) {
+    check_cuda(cudaEventCreateWithFlags(&found, cudaEventDisableTiming), "cudaEventCreate");
+    return found;
+  }
+  found = events.back();
+  events.pop_back();
+  return found;
+}
+
+void Staging::State::check() {
+  if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
+  const std::lock_guard lock(mutex);
+  if (error) std::rethrow_exception(error);
+  if (const u64 number = __atomic_load_n(&control->gave_up, __ATOMIC_ACQUIRE))
+    throw Error(ErrorKind::deadline,
+                "the stream of device call " + std::to_string(number - 1) +
+                    " went on without its result: the thread that works on it did not stir");
+}
+
+// Kernels that wait read the control words: none may be left.
+void Staging::State::close() {
+  if (closed) return;
+  closed = true;
+  const WhileCapturing relaxed;
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device);
+  while (control != nullptr && ended() < issued) std::this_thread::sleep_for(microseconds(100));
+  for (const cudaEvent_t one : waits_left) {
+    cudaEventSynchronize(one);
+    cudaEventDestroy(one);
+  }
+  for (const cudaStream_t one : {down, up}) {
+    if (one == nullptr) continue;
+    cudaStreamSynchronize(one);
+    cudaStreamDestroy(one);
+  }
+  for (const cudaEvent_t one : events) cudaEventDestroy(one);
+  for (const Slot& slot : slots)
+    for (const cudaEvent_t one : {slot.filled, slot.emptied})
+      if (one != nullptr) cudaEventDestroy(one);
+  if (pinned != nullptr) cudaFreeHost(pinned);
+  if (control != nullptr) cudaFreeHost(control);
+  cudaSetDevice(before);
+}
+
+// ---- a call, when its turn has come -------------------------------------------------------------
+
+class Staging::Turn final : public Communicator::Task {
+ public:
+  Turn(std::shared_ptr<State> state, Call call, Communicator::Options options, cudaEvent_t ready,
+       u64 number)
+      : state_(std::move(state)),
+        call_(std::move(call)),
+        options_(options),
+        ready_(ready),
+        number_(number) {}
+
+  void run(Communicator& comm) override;
+
+  void end(std::exception_ptr error) noexcept override {
+    {
+      const std::lock_guard lock(state_->mutex);
+      if (error && !state_->error) state_->error = error;
+      state_->events.push_back(ready_);
+    }
+    state_->end(number_);  // publishes the error, too
+  }
+
+ private:
+  using Slot = State::Slot;
+
+  void run_slices(Communicator& comm);
+
+  // Throws what peers tell meanwhile.
+  void wait(Communicator& comm, cudaEvent_t event, const char* what) {
+    auto looked = steady_clock::now();
+    for (int polls = 0;; ++polls) {
+      const cudaError_t result = cudaEventQuery(event);
+      if (result == cudaSuccess) return;
+      if (result != cudaErrorNotReady) check_cuda(result, what);
+      cudaGetLastError();
+      if (polls < kBusyPolls) {
+        std::this_thread::yield();
+        continue;
+      }
+      std::this_thread::sleep_for(kNap);
+      if (steady_clock::now() - looked < kLookEvery) continue;
+      looked = steady_clock::now();
+      state_->beat();
+      comm.look();
+    }
+  }
+
+  void fill(const Slice& slice, const Slot& slot) {
+    for (const Part& piece : slice.down)
+      if (piece.length != 0)
+        check_cuda(cudaMemcpyAsync(slot.in + piece.host * size_, call_.input + piece.device * size_,
+                                   piece.length * size_, cudaMemcpyDeviceToHost, state_->down),
+                   "copying from the GPU");
+    check_cuda(cudaEventRecord(slot.filled, state_->down), "cudaEventRecord");
+  }
+
+  void empty(const Slice& slice, const Slot& slot) {
+    for (const Part& piece : slice.up)
+      if (piece.length != 0)
+        check_cuda(
+            cudaMemcpyAsync(call_.output + piece.device * size_, slot.out + piece.host * size_,
+                            piece.length * size_, cudaMemcpyHostToDevice, state_->up),
+            "copying to the GPU");
+    check_cuda(cudaEventRecord(slot.emptied, state_->up), "cudaEventRecord");
+  }
+
+  const std::shared_ptr<State> state_;
+  const Call call_;
+  const Communicator::Options options_;
+  const cudaEvent_t ready_;
+  const u64 number_;
+  const std::size_t size_ = size_of(call_.dtype);
+};
+
+void Staging::Turn::run(Communicator& comm) {
+  State& s = *state_;
+  {
+    // Behind a call that failed ranks may be out of step.
+    const std::lock_guard lock(s.mutex);
+    if (s.error) std::rethrow_exception(s.error);
+  }
+  const OnDevice current(s.device);
+  try {
+    run_slices(comm);
+  } catch (...) {
+    // The caller's arrays may go when the stream goes on: no copy may still be under way.
+    cudaStreamSynchronize(s.down);
+    cudaStreamSynchronize(s.up);
+    cudaGetLastError();
+    throw;
+  }
+}
+
+void Staging::Turn::run_slices(Communicator& comm) {
+  State& s = *state_;
+  wait(comm, ready_, "what the stream did before the call");
+  if (call_.collective == Collective::barrier) return comm.run_in_turn(call_, options_);
+  const Cut cut(call_, comm.rank(), comm.size(), s.slot_bytes);
+  std::uint64_t longest = cut.longest();
+  const bool uneven_pairs = call_.collective == Collective::all_to_all && call_.in.is_table();
+  if (uneven_pairs || cut.slices(longest) > 1) {
+    // Before anything is written, all ranks are in this very call; and cut it alike.
+    Communicator::Options agreement = options_;
+    agreement.agreed = &longest;
+    comm.run_in_turn(call_, agreement);
+  }
+  const std::uint64_t slices = cut.slices(longest);
+  Slice now = cut.slice(0);
+  fill(now, s.slots[0]);
+  for (std::uint64_t i = 0; i < slices; ++i) {
+    const Slot& slot = s.slots[i % kSlots];
+    Slice next;
+    if (i + 1 < slices) {
+      // The other slot's input was read by the call before.
+      next = cut.slice(i + 1);
+      fill(next, s.slots[(i + 1) % kSlots]);
+    }
+    wait(comm, slot.filled, "copying from the GPU");
+    if (i >= kSlots) wait(comm, slot.emptied, "copying to the GPU");
+    now.call.input = slot.in;
+    now.call.output = slot.out;
+    if (now.up.empty() && call_.collective == Collective::broadcast) now.call.output = slot.in;
+    comm.run_in_turn(now.call, options_);
+    s.beat();
+    empty(now, slot);
+    now = std::move(next);
+  }
+  wait(comm, s.slots[(slices - 1) % kSlots].emptied, "copying to the GPU");
+}
+
+// ---- the interface ------------------------------------------------------------------------------
+
+Staging::Staging(int device, std::size_t slot_bytes)
+    : state_(std::make_shared<State>(device, slot_bytes)) {}
+Staging::~Staging() { state_->close(); }
+
+void Staging::run(Communicator& comm, const Call& call, const Communicator::Options& options,
+                  std::uintptr_t used) {
+  State& s = *state_;
+  s.check();
+  comm.look();
+  const auto stream = reinterpret_cast<cudaStream_t>(used);
+  const OnDevice current(s.device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  if (status != cudaStreamCaptureStatusNone)
+    throw Error(ErrorKind::unsupported,
+                "a call between nodes cannot be captured in a CUDA graph: a thread of the host "
+                "takes part in it, which a replay would not start. Make the call between two "
+                "graphs");
+  Communicator::Options on_device = options;
+  on_device.on_device = true;
+  const cudaEvent_t ready = s.event();
+  cudaEvent_t passed = nullptr;
+  try {
+    passed = s.event();
+    check_cuda(cudaEventRecord(ready, stream), "cudaEventRecord");
+  } catch (...) {
+    s.give_back(ready);
+    if (passed != nullptr) s.give_back(passed);
+    throw;
+  }
+  const u64 number = s.issued + 1;
+  comm.submit(std::make_shared<Turn>(state_, call, on_device, ready, number));
+  s.issued = number;
+  const u64 patience_ns = static_cast<u64>(patience(comm.timeout()) * 1e9);
+  check_cuda(static_cast<cudaError_t>(launch_staging_wait(s.mapped, number, patience_ns, stream)),
+             "launching a kernel");
+  check_cuda(cudaEventRecord(passed, stream), "cudaEventRecord");
+  const std::lock_guard lock(s.mutex);
+  s.waits_left.push_back(passed);
+}
+
+void Staging::check() { state_->check(); }
+
+bool Staging::idle() {
+  if (state_->ended() < state_->issued) return false;
+  state_->check();
+  return true;
+}
+
+void Staging::close() { state_->close(); }
+
+}  // namespace collectives

@@ -1,0 +1,223 @@
+"""Ranks on several nodes, whose arrays are on GPUs: `nodes_worker.py WHAT NODE,NODE,...`.
+
+COLLECTIVES_NODE makes several nodes of one machine.
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import cupy
+import numpy as np
+from cases import Case, check, compositions, registry, sweep
+from mpi4py import MPI
+from on_device import OnDevice, some
+
+import collectives as cc
+from collectives import _core
+
+WORLD = MPI.COMM_WORLD
+NODES = [int(node) for node in sys.argv[2].split(",")]
+
+
+def device_array(proxy: OnDevice, count: int, at: int = 0) -> Any:
+    memory = cupy.cuda.MemoryPointer(proxy.memory.mem, at)
+    return cupy.ndarray((count,), cupy.float32, memory)
+
+
+def every_case(proxy: OnDevice) -> int:
+    """Every collective by every algorithm and by itself, whole and in slices, then one by one
+    what reductions there are."""
+    n = proxy.size
+    pairs = [*registry(n, NODES), *compositions(n, NODES)[::9]]
+    pairs += [(None, collective) for collective in cc.config.COLLECTIVES]
+    wanted = some(list(sweep(n, pairs, (0, 1, 17, 1000, 4099), NODES, how="blocking")))
+    wanted += [
+        Case(collective, None, dtype, count=count, place=place, root=n - 1, v=v)
+        for i, (collective, v) in enumerate(
+            [
+                ("all_reduce", False),
+                ("reduce", False),
+                ("broadcast", False),
+                *((c, v) for c in BLOCKED for v in (False, True)),
+            ]
+        )
+        for dtype, count in (("float32", 20_011), ("complex128", 3001), ("uint8", 7), ("int16", 0))
+        for place in (("in", "out")[i % 2],)
+    ]
+    for case in wanted:
+        if case.place == "new":
+            case = case._replace(place="out")
+        check(proxy, case)  # type: ignore[arg-type]
+    return len(wanted)
+
+
+BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+
+
+def order(proxy: OnDevice) -> None:
+    """Calls are put on the stream, which orders them; the host waits for nothing."""
+    comm, n = proxy.comm, proxy.size
+    count = 5000
+    x = device_array(proxy, count)
+    host, got = np.full(count, comm.rank + 1, np.float32), np.empty(count, np.float32)
+    with proxy.stream:
+        proxy.copy(x.data.ptr, host.ctypes.data, host.nbytes, 1)
+        if comm.rank == 0:
+            comm.all_reduce(x)
+            assert comm._device is not None
+            assert not comm._device.idle()  # the others have not called
+            WORLD.Barrier()
+        else:
+            WORLD.Barrier()  # rank 0's call has returned
+            comm.all_reduce(x)
+        for _ in range(3):
+            comm.all_reduce(x, op="avg")
+        comm.all_reduce(x, op="max")
+        cupy.cuda.runtime.memcpyAsync(got.ctypes.data, x.data.ptr, got.nbytes, 2, proxy.stream.ptr)
+    proxy.stream.synchronize()
+    assert (got == n * (n + 1) / 2).all(), got
+    # What the stream does before a call is waited for: here the call of another communicator, which
+    # cannot end before this call was put on the stream.
+    twin = comm.duplicate()
+    late = device_array(proxy, count, 1 << 20)
+    proxy.copy(late.data.ptr, host.ctypes.data, host.nbytes, 1)
+    hundreds = device_array(proxy, count, 2 << 20)
+    host[:] = 100
+    proxy.copy(hundreds.data.ptr, host.ctypes.data, host.nbytes, 1)
+    with cupy.cuda.Stream(non_blocking=True):
+        twin.all_reduce(x, op="min")  # sets up
+        twin.synchronize()
+    ahead = cupy.cuda.Stream(non_blocking=True)
+    if comm.rank == 0:
+        with ahead:
+            twin.all_reduce(late)
+            comm.all_reduce(late, op="max")
+        WORLD.Barrier()
+    else:
+        with proxy.stream:
+            comm.all_reduce(hundreds, op="max")
+        WORLD.Barrier()
+        time.sleep(0.2)  # time for a call that does not wait to go wrong
+        with ahead:
+            twin.all_reduce(late)
+    comm.synchronize()
+    twin.synchronize()
+    if comm.rank == 0:
+        proxy.copy(got.ctypes.data, late.data.ptr, got.nbytes, 2)
+        assert (got == 100).all(), got
+    twin.close()
+    # Between two streams, and between calls on host arrays, queued ones too.
+    other = cupy.cuda.Stream(non_blocking=True)
+    mine = np.ones(10, np.float32)
+    for i in range(8):
+        with (proxy.stream, other)[i % 2]:
+            comm.all_reduce(x, op="avg")
+        if i % 3 == 0:
+            work = comm.all_reduce(mine, async_op=True)
+        if i % 3 == 1:
+            assert work.wait(30)[0] == n
+            mine[:] = 1
+            comm.broadcast(mine)
+    with other:
+        work = comm.all_reduce(x, op="max", async_op=True)
+    assert work.wait(30) is x
+    assert work.done()
+    comm.barrier(stream=other)
+    comm.synchronize()
+    proxy.copy(got.ctypes.data, x.data.ptr, got.nbytes, 2)
+    assert (got == n * (n + 1) / 2).all(), got
+
+
+def raises(kind: type[Exception], words: str, call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), error
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} with {words!r}")
+
+
+def errors(proxy: OnDevice) -> None:
+    """What cannot be done is said, and harms nothing; ranks in different calls raise everywhere."""
+    comm = proxy.comm
+    x = device_array(proxy, 5000)
+    with proxy.stream:
+        proxy.stream.begin_capture()
+        raises(cc.UnsupportedError, "cannot be captured", lambda: comm.all_reduce(x))
+        proxy.stream.end_capture()
+        raises(cc.UnsupportedError, "band", lambda: comm.all_reduce(x, op="band"))
+        raises(cc.UnsupportedError, "several nodes", lambda: comm.empty(8, device="cuda"))
+        raises(cc.UnsupportedError, "", lambda: comm.all_reduce(x, algorithm="bruck"))
+        comm.all_reduce(x)
+        comm.synchronize()
+        before = np.full(5000, 7, np.float32)
+        proxy.copy(x.data.ptr, before.ctypes.data, before.nbytes, 1)
+        # More than a slice: no part of it is written before the ranks find that they differ.
+        comm.all_reduce(x[: 4990 + comm.rank])
+        text = raises(cc.MismatchError, "count=4991", comm.synchronize)
+        assert "on arrays on the GPU" in text, text
+        raises(cc.MismatchError, "count=4990", lambda: comm.all_reduce(x))
+        after = np.empty_like(before)
+        proxy.copy(after.ctypes.data, x.data.ptr, after.nbytes, 2)
+        assert (after == before).all()
+    # Calls on host arrays go on, and so does the GPU in another communicator.
+    assert comm.all_reduce(np.ones(3))[0] == comm.size
+    twin = OnDevice(comm.duplicate(), proxy.device)
+    check(twin, Case("all_reduce", None, count=3000, place="in"))  # type: ignore[arg-type]
+    # One rank is on the host, the others are on their GPUs.
+    y = device_array(twin, 100)
+    mixed: Any = np.ones(100, np.float32) if comm.rank == 0 else y
+
+    def call() -> None:
+        with twin.stream:
+            twin.comm.all_reduce(mixed)
+            twin.comm.synchronize()
+
+    raises(cc.MismatchError, "on arrays on the GPU", call)
+    twin.comm.close()
+
+
+def death(proxy: OnDevice) -> None:
+    """The last rank is killed: the others raise PeerDiedError or what its node tells; their GPUs
+    work on."""
+    comm = proxy.comm
+    x = device_array(proxy, 20_000)
+    host = np.ones(20_000, np.float32)
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    words = f"rank {comm.rank}: nothing raised\n"
+    try:
+        with proxy.stream:
+            comm.all_reduce(x)
+        comm.synchronize()
+    except cc.CollectiveError as error:
+        seconds = time.monotonic() - began
+        words = f"rank {comm.rank}: {type(error).__name__} after {seconds:.1f} s: {error}\n"
+    proxy.copy(proxy.memory.ptr, host.ctypes.data, host.nbytes, 1)  # behind the call's kernel
+    try:
+        comm.all_reduce(x)
+    except cc.CollectiveError as error:
+        words += f"rank {comm.rank}: again {type(error).__name__}\n"
+    os.write(1, words.encode())
+    os._exit(1)
+
+
+def main() -> None:
+    os.environ["COLLECTIVES_NODE"] = f"node{NODES[WORLD.rank]}"
+    what = sys.argv[1]
+    if what == "death":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, when it sees the death
+    comm = cc.init(timeout=30 if what != "death" else 15)
+    assert comm.nodes == NODES, comm.nodes
+    proxy = OnDevice(comm, comm.rank % _core.device_count()[0])
+    check(proxy, Case("all_reduce", None, count=100, place="out"))  # type: ignore[arg-type]
+    done = {"cases": every_case, "order": order, "errors": errors, "death": death}[what](proxy)
+    comm.close()
+    os.write(1, f"rank {comm.rank}: all right, {done} cases\n".encode())
+
+
+main()
