@@ -181,6 +181,7 @@ class DeviceEngine:
     def _connect(self, home: str) -> str:
         """Makes and maps arenas in a `home`, and tests that every pair of ranks really writes and
         reads both ways. Why that does not work, alike on all ranks; "" if it does. Collective.
+        Raises UnsupportedError where a GPU has no memory for it.
         """
         core, handles = self.core, [""]
 
@@ -190,6 +191,8 @@ class DeviceEngine:
 
         why = _why(allocate)
         answers, failed = self._ask("cannot set up its GPU's memory", why, handle=handles[0])
+        if failed and home == "device":  # too little memory, say: no matter of the way
+            raise UnsupportedError(f"device arrays: {failed}", rank=self._bootstrap.rank)
         every = [str(a["handle"]) for a in answers]
         for what, do in (
             ("cannot map a peer's memory", lambda: core.open(every, self.blocks)),

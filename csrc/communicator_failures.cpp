@@ -1,4 +1,5 @@
 // How a communicator notices trouble while it waits, and how ranks tell each other.
+#include <cstdlib>
 #include <cstring>
 
 #include "communicator.hpp"
@@ -19,6 +20,28 @@ constexpr milliseconds kPollPeersEvery{20};
 
 // A rank that waits and has not looked around for so long does not run.
 constexpr milliseconds kStill{500};
+
+// What ranks of other nodes are told: kind of the error, rank that died or -1, text.
+std::string to_poison(ErrorKind kind, int dead, const std::string& text) {
+  return std::to_string(static_cast<int>(kind)) + ' ' + std::to_string(dead) + ' ' + text;
+}
+struct Told {
+  ErrorKind kind = ErrorKind::aborted;
+  int dead = -1;
+  std::string text;
+};
+Told from_poison(const std::string& poison) {
+  const auto first = poison.find(' '), second = poison.find(' ', first + 1);
+  if (first == std::string::npos || second == std::string::npos || poison[0] == '(')
+    return {ErrorKind::aborted, -1, poison};  // which did not arrive
+  Told told{static_cast<ErrorKind>(std::atoi(poison.c_str())), -1, poison.substr(second + 1)};
+  // A death is a death for everybody; other reasons are the other rank's own.
+  if (told.kind == ErrorKind::peer_died)
+    told.dead = std::atoi(poison.c_str() + first);
+  else
+    told.kind = ErrorKind::aborted;
+  return told;
+}
 
 // Waits nest in lengthy calls: the outermost gives up the GIL and takes it back.
 thread_local void* slow_token = nullptr;
@@ -48,7 +71,12 @@ void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept 
     for (int q = 0; q < config_.region->shape().nranks; ++q)
       config_.region->rank(q).doorbell.wake();
   }
-  if (config_.mpi) config_.mpi->poison(whole);
+  if (!config_.mpi) return;
+  int dead = -1;
+  if (kind == ErrorKind::peer_died && liveness_)
+    for (int q = 0; q < config_.region->shape().nranks && dead < 0; ++q)
+      if (liveness_->dead(q)) dead = numbers_[q];
+  config_.mpi->poison(to_poison(kind, dead, whole));
 }
 
 // The ranks are no longer in the same state: later calls raise.
@@ -83,7 +111,7 @@ std::string Communicator::why_broken() const {
   if (told_to_stop()) return config_.region->abort_reason();
   std::string text;
   int peer = -1;
-  return config_.mpi && config_.mpi->poisoned(&text, &peer) ? text : "";
+  return config_.mpi && config_.mpi->poisoned(&text, &peer) ? from_poison(text).text : "";
 }
 
 // True if a rank of the region has given up.
@@ -210,8 +238,10 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
   if (config_.mpi) {
     std::string text;
     int peer = -1;
-    if (config_.mpi->poisoned(&text, &peer))
-      fail(ErrorKind::aborted, text + " (" + place() + ")", peer);
+    if (config_.mpi->poisoned(&text, &peer)) {
+      const Told told = from_poison(text);
+      fail(told.kind, told.text + " (" + place() + ")", told.dead >= 0 ? told.dead : peer);
+    }
   }
   const double waited = duration<double>(now - since).count();
   if (waited > timeout_s_) {

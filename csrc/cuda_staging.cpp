@@ -449,12 +449,14 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
   const u64 number = s.issued + 1;
   comm.submit(std::make_shared<Turn>(state_, call, on_device, ready, number));
   s.issued = number;
+  {
+    const std::lock_guard lock(s.mutex);
+    s.waits_left.push_back(passed);
+  }
   const u64 patience_ns = static_cast<u64>(patience(comm.timeout()) * 1e9);
   check_cuda(static_cast<cudaError_t>(launch_staging_wait(s.mapped, number, patience_ns, stream)),
              "launching a kernel");
   check_cuda(cudaEventRecord(passed, stream), "cudaEventRecord");
-  const std::lock_guard lock(s.mutex);
-  s.waits_left.push_back(passed);
 }
 
 void Staging::check() { state_->check(); }

@@ -211,7 +211,7 @@ def main() -> None:
     what = sys.argv[1]
     if what == "death":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, when it sees the death
-    comm = cc.init(timeout=30 if what != "death" else 15)
+    comm = cc.init(timeout=30 if what != "death" else 60)
     assert comm.nodes == NODES, comm.nodes
     proxy = OnDevice(comm, comm.rank % _core.device_count()[0])
     check(proxy, Case("all_reduce", None, count=100, place="out"))  # type: ignore[arg-type]

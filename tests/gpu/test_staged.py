@@ -69,12 +69,12 @@ def test_errors_in_words_and_a_mismatch_writes_nothing() -> None:
 
 @pytest.mark.faults
 def test_survivors_of_a_death() -> None:
-    """Ranks of its node name the dead one; those of other nodes raise by their deadline."""
+    """Ranks of its node see that it died, and tell those of other nodes, long before a deadline."""
     got = ranks("death", "0,1,1", "4K")
     lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)
     assert sorted(line[0] for line in lines) == ["0", "1"], got
-    kinds = {rank: kind for rank, kind, _, _ in lines}
-    assert kinds["1"] == "PeerDiedError", got
-    assert kinds["0"] in ("PeerDiedError", "AbortedError", "DeadlineError"), got
-    assert all(float(seconds) < 40 for _, _, seconds, _ in lines), got
+    for _, kind, seconds, text in lines:
+        assert kind == "PeerDiedError", got
+        assert "rank 2 (process " in text, got
+        assert float(seconds) < 30, got
     assert len(re.findall(r"again \w+Error$", got.output, re.MULTILINE)) == 2, got
