@@ -168,7 +168,8 @@ class DeviceEngine:
 
         Raises what a peer told on the host, after ending the kernels that wait for it.
         """
-        how = device_launch(algorithm, nbytes, self._bootstrap.size)
+        collective = _core.collectives[arguments[0]]
+        how = device_launch(algorithm, collective, nbytes, self._bootstrap.size)
         try:
             self.core.run(
                 comm, arguments, algorithm, stream, how.blocks, how.chunk, how.lines, how.pull
