@@ -235,9 +235,9 @@ class DeviceEngine:
         """What all ranks say. Collective, on the host."""
         return self._bootstrap.all_gather(mine)
 
-    def options(self, algorithm: str, nbytes: int) -> object:
+    def options(self, algorithm: str, collective: str, nbytes: int) -> object:
         """How `algorithm` does calls of so many bytes: what the core's call takes."""
-        how = device_launch(algorithm, nbytes, self._bootstrap.size)
+        how = device_launch(algorithm, collective, nbytes, self._bootstrap.size)
         known = self._options.get((algorithm, how))
         if known is None:
             known = self._options[algorithm, how] = _core.device_options(
@@ -250,8 +250,9 @@ class DeviceEngine:
 
         Raises what a peer told on the host, after ending the kernels that wait for it.
         """
+        collective = _core.collectives[arguments[0]]
         try:
-            self.call(self.options(algorithm, nbytes), stream, *arguments)
+            self.call(self.options(algorithm, collective, nbytes), stream, *arguments)
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.pass_on(error)
             raise

@@ -39,7 +39,7 @@ def make_device_sum(
         algorithm = choose("all_reduce", nbytes)
         if is_written(algorithm):
             return None
-        return engine.options(algorithm, nbytes), _core.dtypes.index(name)
+        return engine.options(algorithm, "all_reduce", nbytes), _core.dtypes.index(name)
 
     def device_sum(x: Any, out: Any) -> bool:
         kind = KINDS.get(type(x))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .device_memory import DeviceMemory
+
+class Registry(Protocol):
+    """Where registrations are known by number."""
+
+    def release(self, number: int, together: bool) -> None:
+        """Ends one; on all ranks, if they do it together."""
 
 
 class Registration:
@@ -19,10 +24,8 @@ class Registration:
     why        why not, with the ranks that it is about; "" if they do
     """
 
-    def __init__(
-        self, memory: DeviceMemory, number: int, array: Any, nbytes: int, why: str
-    ) -> None:
-        self._memory: DeviceMemory | None = memory
+    def __init__(self, memory: Registry, number: int, array: Any, nbytes: int, why: str) -> None:
+        self._memory: Registry | None = memory
         self._number = number
         self.array = array
         self.nbytes = nbytes

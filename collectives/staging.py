@@ -16,9 +16,11 @@ from .bootstrap import Bootstrap
 from .config import Settings
 from .device import DeviceEngine
 from .errors import CollectiveError, UnsupportedError
+from .registration import Registration
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
+    from .array import View
 
 # Where a call's arguments to the core have its algorithm.
 _ALGORITHM = 9
@@ -47,6 +49,17 @@ class NoSymmetricMemory:
             "nodes; use an array of your library, or a communicator of one node "
             "(split(by='node'))"
         )
+
+    def register(self, array: Any, seen: View) -> Registration:
+        """Arrays are staged whether they are registered or not."""
+        why = "the ranks are on several nodes, between which arrays are staged"
+        return Registration(self, 0, array, seen.nbytes, why)
+
+    def release(self, number: int, together: bool) -> None:
+        """Nothing is mapped."""
+
+    def forget(self) -> None:
+        """Nothing is mapped."""
 
 
 class StagedEngine(DeviceEngine):

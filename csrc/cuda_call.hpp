@@ -165,14 +165,26 @@ struct PlanCall {
   int cells;  // of a strand
 };
 
+// What one rank sends to another at once: bytes of the sender's input or the receiver's output, and
+// the packets or lines that they take, of which there is at least one.
+struct Parcels {
+  u64 begin, bytes;
+  u32 parcels;
+};
+
 struct OneShotCall {
   DeviceWorld world;
   CallHead head;
   Arithmetic arithmetic;
   const unsigned char* input;
   unsigned char* output;
-  u64 bytes;
-  bool lines;  // else packets
+  // To and from each rank, this one too. A reduction combines what it receives from all in
+  // receive[rank].
+  Parcels send[kMaxRanks], receive[kMaxRanks];
+  u32 parcels;   // the most of any
+  bool alike;    // each rank sends the same to all, and all send as much
+  bool reduces;  // else what comes is put where `receive` says
+  bool lines;    // else packets
 };
 
 // How a rank gets the others' contributions to its share, and how they get the result.

@@ -16,6 +16,66 @@ constexpr u64 kMinBlockBytes = 4 << 10;
 
 u64 rounded(u64 bytes, u64 unit) { return (bytes + unit - 1) / unit * unit; }
 
+// Bytes of what a pair of ranks exchanges at most, as all ranks know it.
+u64 longest_share(const Call& call, int n) {
+  if (!Layout::blocked(call.collective)) return call.count * size_of(call.dtype);
+  return std::max(call.in.longest(n), call.out.longest(n)) * size_of(call.dtype);
+}
+
+// What direct_one_shot sends from each rank to each, as its schedule says.
+void share_out(const Call& call, int rank, int n, OneShotCall& c) {
+  const u64 e = size_of(call.dtype), whole = call.count * e;
+  const bool at_root = rank == call.root;
+  const auto block = [&](const Blocks& blocks, int q) {
+    return Parcels{blocks.offset(q) * e, blocks.length(q) * e, 0};
+  };
+  for (int q = 0; q < n; ++q) {
+    const bool to_root = q == call.root;
+    Parcels &send = c.send[q], &receive = c.receive[q];
+    switch (call.collective) {
+      case Collective::all_reduce:
+        send = receive = {0, whole, 0};
+        break;
+      case Collective::reduce:
+        if (to_root) send = {0, whole, 0};
+        if (at_root) receive = {0, whole, 0};
+        break;
+      case Collective::broadcast:
+        if (at_root) send = {0, whole, 0};
+        if (to_root) receive = {0, whole, 0};
+        break;
+      case Collective::reduce_scatter:
+        send = block(call.in, q);
+        receive = {0, call.in.length(rank) * e, 0};
+        break;
+      case Collective::scatter:
+        if (at_root) send = block(call.in, q);
+        if (to_root) receive = {0, call.in.length(rank) * e, 0};
+        break;
+      case Collective::all_gather:
+        send = {0, call.out.length(rank) * e, 0};
+        receive = block(call.out, q);
+        break;
+      default:  // gather
+        if (to_root) send = {0, call.out.length(rank) * e, 0};
+        if (at_root) receive = block(call.out, q);
+    }
+  }
+  const u64 each = c.lines ? kLineUnits * 8 : 8;
+  const auto count = [&](Parcels& share) {
+    share.parcels = static_cast<u32>(std::max<u64>(1, (share.bytes + each - 1) / each));
+    c.parcels = std::max(c.parcels, share.parcels);
+  };
+  for (int q = 0; q < n; ++q) {
+    count(c.send[q]);
+    count(c.receive[q]);
+  }
+  c.alike = true;
+  for (int q = 0; q < n; ++q)
+    c.alike = c.alike && c.send[q].begin == c.send[0].begin && c.send[q].bytes == c.send[0].bytes &&
+              c.send[q].parcels == c.parcels && c.receive[q].parcels == c.parcels;
+}
+
 bool is_two_shot(Collective c) {
   return c == Collective::all_reduce || c == Collective::reduce_scatter ||
          c == Collective::all_gather;
@@ -53,11 +113,12 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   const int n = config.nranks;
   const u64 e = size_of(call.dtype);
   if (n == 1) return path;
-  if (options.algorithm == "direct_one_shot" && call.collective == Collective::all_reduce) {
-    const u64 bytes = call.count * e;
+  if (options.algorithm == "direct_one_shot") {
+    if (call.collective == Collective::barrier) return path;
+    const u64 bytes = longest_share(call, n);
     // complex128 goes in two units, whose sums are apart and whose products are not.
-    const bool fits_units =
-        call.dtype != Dtype::complex128 || (call.op != Op::prod && options.factor[1] == 0);
+    const bool fits_units = !reduces(call.collective) || call.dtype != Dtype::complex128 ||
+                            (call.op != Op::prod && options.factor[1] == 0);
     const bool fits_lines = bytes <= u64{world.geometry.lines_each} * kLineUnits * 8;
     const bool fits_packets = bytes <= u64{world.geometry.packet_units} * 8;
     if (bytes != 0 && fits_units && whole_lines && fits_lines && (options.lines || !fits_packets))
@@ -93,10 +154,10 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   c.world = world;
   c.head = head;
   c.arithmetic = arithmetic;
-  c.bytes = call.count * arithmetic.element;
+  c.reduces = reduces(call.collective);
   c.lines = path.kind == DirectPath::Kind::lines;
-  const u64 units = (c.bytes + 7) / 8;
-  const u64 threads = c.lines ? (units + kLineUnits - 1) / kLineUnits * kLineThreads : units;
+  share_out(call, config.rank, config.nranks, c);
+  const u64 threads = u64{c.parcels} * (c.lines ? kLineThreads : 1);
   // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
   int most = std::min(kOneShotBlocks, one_shot_blocks);
   if (config.max_blocks > 0) most = std::min(most, config.max_blocks);

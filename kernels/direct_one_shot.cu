@@ -1,20 +1,29 @@
-// all_reduce in one step for small arrays: every rank sends all it has to everybody, in packets
+// Small calls in one step: every rank sends to each peer what that one needs, in packets or lines
 // that need no barrier.
+//
+//   all_reduce       the whole array to all; each combines all n in rank order
+//   reduce_scatter   to each its block; each combines the n copies of its own in rank order
+//   all_gather       the own block to all, who put it in its place
+//   broadcast, scatter, gather, reduce   likewise, from the root or to it
 //
 //   rank 0   x0 ──┬── packets ──> buffer [parity][from 0] of ranks 1, 2, ...
 //                 └─ waits for packets from 1, 2, ...; result = ((x0 + x1) + x2) + ...
 //
 // A packet is 8 bytes of data with two flags, written with one 16-byte store, so a reader knows at
 // once that it is whole. The flags say which call it belongs to (44 bits of the epoch, so that a
-// stale packet is never taken for a new one) and of what signature (20 bits of its hash). Two
-// buffers, by parity, are enough: a rank's call k needs every peer's call k - 1.
+// stale packet is never taken for a new one) and of what signature (20 bits of its hash).
 //
 // A line is 128 bytes that eight threads write at once: 120 bytes of data, and 8 of the same flags.
 // NVLink keeps a line whole, so its one flag tells of all of it. PTX does not promise that: lines
 // are for GPUs whose link also does atomics, which is NVLink.
 //
-// All ranks combine in rank order and so get equal bits; narrow floats are rounded once. Cost: one
-// crossing of the link, 2.5 µs or so; 2 (n - 1) S bytes sent as packets, 16/15 (n - 1) S as lines.
+// Every rank sends every peer at least one packet or line, be it empty, and a thread writes results
+// only when it has seen one from each. So nothing is written before all are known to be in the same
+// call; and two buffers, by parity, are enough: a rank's call k needs every peer's call k - 1. What
+// a thread waits for may be behind the end of what a short block has: then it is the block's last.
+//
+// All combine in rank order and so get equal bits; narrow floats are rounded once. Cost: one
+// crossing of the link, 2.5 µs or so; a share of S bytes is 2 S bytes as packets, 16/15 S as lines.
 //
 // A mismatch costs the fast path nothing: a rank that waits long announces its call and looks at
 // what the others have announced.
@@ -77,11 +86,12 @@ __device__ u64 result_of(const Arithmetic& arithmetic, const u64* units, int n) 
   return result;
 }
 
-// All ranks' contributions to a unit, which come in rank order. The kernel is made for each of the
-// accumulators whose speed counts, and once for any other (void).
+// What comes of the units of all ranks, which are added in rank order. Kernels are made for each of
+// the accumulators whose speed counts, once for any other (void), and once for no reduction.
 template <class A>
 class Combination {
  public:
+  static constexpr bool kReduces = true;
   __device__ void add(int q, u64 unit) {
     A operand;
     operand.load(unit);
@@ -91,9 +101,11 @@ class Combination {
       value_.combine(operand);
     }
   }
-  __device__ u64 result(const Arithmetic& arithmetic, int) {
-    if (arithmetic.divisor != 1) value_.divide(arithmetic.divisor);
-    return value_.store();
+  __device__ void deliver(const OneShotCall& call, u64 at) {
+    const Parcels& to = call.receive[call.world.rank];
+    if (at >= to.bytes) return;
+    if (call.arithmetic.divisor != 1) value_.divide(call.arithmetic.divisor);
+    store_unit(call.output + to.begin + at, to.bytes - at, value_.store());
   }
 
  private:
@@ -102,24 +114,47 @@ class Combination {
 template <>
 class Combination<void> {
  public:
+  static constexpr bool kReduces = true;
   __device__ void add(int q, u64 unit) { unit_[q] = unit; }
-  __device__ u64 result(const Arithmetic& arithmetic, int n) {
-    return result_of(arithmetic, unit_, n);
+  __device__ void deliver(const OneShotCall& call, u64 at) {
+    const Parcels& to = call.receive[call.world.rank];
+    if (at >= to.bytes) return;
+    store_unit(call.output + to.begin + at, to.bytes - at,
+               result_of(call.arithmetic, unit_, call.world.nranks));
+  }
+
+ private:
+  u64 unit_[kMaxRanks];
+};
+class Concatenation {
+ public:
+  static constexpr bool kReduces = false;
+  __device__ void add(int q, u64 unit) { unit_[q] = unit; }
+  __device__ void deliver(const OneShotCall& call, u64 at) {
+    for (int q = 0; q < call.world.nranks; ++q) {
+      const Parcels& to = call.receive[q];
+      if (at < to.bytes) store_unit(call.output + to.begin + at, to.bytes - at, unit_[q]);
+    }
   }
 
  private:
   u64 unit_[kMaxRanks];
 };
 
-// This rank's contribution.
-__device__ u64 own_unit(const OneShotCall& call, u64 i) {
-  const u64 unit = load_unit(call.input + i * 8, call.bytes - i * 8);
-  if (!call.arithmetic.scaled) return unit;
-  u64 scaled = unit;
-  dispatch_unit(call.arithmetic.reducer, [&](auto a) {
-    scaled = scale_unit<decltype(a)>(unit, call.arithmetic.factor[0], call.arithmetic.factor[1]);
-  });
-  return scaled;
+// This rank's contribution, of what lies in memory.
+template <class Work>
+__device__ u64 contribution(const OneShotCall& call, u64 unit) {
+  if constexpr (Work::kReduces) {
+    if (call.arithmetic.scaled) {
+      u64 scaled = unit;
+      dispatch_unit(call.arithmetic.reducer, [&](auto a) {
+        scaled =
+            scale_unit<decltype(a)>(unit, call.arithmetic.factor[0], call.arithmetic.factor[1]);
+      });
+      return scaled;
+    }
+  }
+  return unit;
 }
 
 // What a thread that waits long does: the first one looks whether all are in the same call.
@@ -141,145 +176,194 @@ struct LookAround {
 };
 
 // The flags of a call, beside its data.
-__device__ inline u32 first_flag(u64 epoch) { return static_cast<u32>(epoch); }
-__device__ inline u32 second_flag(const OneShotCall& call, u64 epoch) {
-  return static_cast<u32>(epoch >> 32) << 20 | (call.head.hash & 0xfffffu);
-}
+struct Flags {
+  u32 first, second;
+  __device__ Flags(const OneShotCall& call, u64 epoch)
+      : first(static_cast<u32>(epoch)),
+        second(static_cast<u32>(epoch >> 32) << 20 | (call.head.hash & 0xfffffu)) {}
+};
 
-template <class A>
-__global__ void __launch_bounds__(kThreads)
-    packets_kernel(const __grid_constant__ OneShotCall call) {
-  const DeviceWorld& world = call.world;
-  const u64 units = (call.bytes + 7) / 8;
-  u64 i = blockIdx.x * blockDim.x + threadIdx.x;
-  // The first load is in flight together with those of the entry.
-  u64 own = i < units ? own_unit(call, i) : 0;
-  const Entry entry = enter(world);
-  const u64 epoch = entry.epoch;
-  const int parity = static_cast<int>(epoch & 1), n = world.nranks, rank = world.rank;
-  const u32 flag = first_flag(epoch), second = second_flag(call, epoch);
-  LookAround slow{call, epoch};
-  bool failed = has_left(world, entry);
-  while (i < units && !failed) {
-    for (int k = 1; k < n; ++k) {
-      const int q = rank + k < n ? rank + k : rank + k - n;
-      store_packet(packets_of(world, q, rank, parity) + i, own, flag, second);
-    }
-    Combination<A> all;
-    for (int q = 0; q < n && !failed; ++q) {
-      u64 theirs = own;
-      if (q != rank) {
-        const Packet* from = packets_of(world, rank, q, parity) + i;
-        const Waiting what{Phase::packet, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
-        const auto ready = [&](u64& seen) {
-          const Packet p = load_packet(from);
-          seen = p.low_flag;
-          theirs = static_cast<u64>(p.high) << 32 | p.low;
-          return p.low_flag == flag && p.high_flag == second;
-        };
-        failed = !wait_until(world, what, ready, slow);
-      }
-      all.add(q, theirs);
-    }
-    if (failed) break;
-    store_unit(call.output + i * 8, call.bytes - i * 8, all.result(call.arithmetic, n));
-    i += gridDim.x * blockDim.x;
-    if (i < units) own = own_unit(call, i);
+// How units travel: kUnits of a thread in each parcel, which kHands threads of a warp, that go
+// together, handle.
+struct Packets {
+  static constexpr int kHands = 1, kUnits = 1;
+
+  // Where a unit lies, in bytes, in what a pair of ranks exchanges.
+  __device__ u64 at(u64 number, int) const { return number * 8; }
+  __device__ bool carries(int) const { return true; }
+  __device__ bool any(bool leave) const { return leave; }
+  __device__ void send(const DeviceWorld& world, int to, int parity, u64 number, const u64* unit,
+                       const Flags& flags) const {
+    store_packet(packets_of(world, to, world.rank, parity) + number, unit[0], flags.first,
+                 flags.second);
   }
-  finish_call(world, epoch);
-}
+  __device__ bool receive(const DeviceWorld& world, int from, int parity, u64 number, u64* unit,
+                          const Flags& flags, u64& seen) const {
+    const Packet p = load_packet(packets_of(world, world.rank, from, parity) + number);
+    seen = p.low_flag;
+    unit[0] = static_cast<u64>(p.high) << 32 | p.low;
+    return p.low_flag == flags.first && p.high_flag == flags.second;
+  }
+};
 
-// Eight threads of a warp that go together handle a line: two units each, but one and the flags the
-// last.
-template <class A>
-__global__ void __launch_bounds__(kThreads) lines_kernel(const __grid_constant__ OneShotCall call) {
-  constexpr int kUnits = kLineUnits;
-  const DeviceWorld& world = call.world;
-  const u64 units = (call.bytes + 7) / 8, lines = (units + kUnits - 1) / kUnits;
+// Each of the eight threads has two units, but the last one: it has one, and the flags.
+struct Lines {
+  static constexpr int kHands = kLineThreads, kUnits = 2;
   const int lane = static_cast<int>(threadIdx.x % kLineThreads);
   const bool last = lane == kLineThreads - 1;
   const u32 together = 0xffu << (threadIdx.x % 32 - lane);
-  const u64 step = gridDim.x * (blockDim.x / kLineThreads);
-  u64 line = blockIdx.x * (blockDim.x / kLineThreads) + threadIdx.x / kLineThreads;
-  const auto load = [&](u64 number, u64 own[2]) {
-    const u64 i = number * kUnits + lane * 2;
-    own[0] = i < units ? own_unit(call, i) : 0;
-    own[1] = !last && i + 1 < units ? own_unit(call, i + 1) : 0;
+
+  __device__ u64 at(u64 number, int u) const { return (number * kLineUnits + lane * 2 + u) * 8; }
+  __device__ bool carries(int u) const { return u == 0 || !last; }
+  __device__ bool any(bool leave) const { return __any_sync(together, leave) != 0; }
+  __device__ static u64 flag_of(const Flags& flags) {
+    return static_cast<u64>(flags.second) << 32 | flags.first;
+  }
+  __device__ void send(const DeviceWorld& world, int to, int parity, u64 number, const u64* unit,
+                       const Flags& flags) const {
+    store_line(lines_of(world, to, world.rank, parity) + number, lane, together,
+               {unit[0], last ? flag_of(flags) : unit[1]});
+  }
+  __device__ bool receive(const DeviceWorld& world, int from, int parity, u64 number, u64* unit,
+                          const Flags& flags, u64& seen) const {
+    const LinePart part =
+        load_line(lines_of(world, world.rank, from, parity) + number, lane, together);
+    unit[0] = part.low;
+    unit[1] = part.high;
+    seen = __shfl_sync(together, part.high, kLineThreads - 1, kLineThreads);
+    return seen == flag_of(flags);
+  }
+};
+
+constexpr int kAhead = 4;  // parcels to different peers whose data are loaded at once
+
+template <class Carrier, class Work>
+__global__ void __launch_bounds__(kThreads)
+    one_shot_kernel(const __grid_constant__ OneShotCall call) {
+  constexpr int kUnits = Carrier::kUnits;
+  const DeviceWorld& world = call.world;
+  const int n = world.nranks, rank = world.rank;
+  const Carrier carrier{};
+  const u64 step = gridDim.x * (blockDim.x / Carrier::kHands);
+  u64 number = blockIdx.x * (blockDim.x / Carrier::kHands) + threadIdx.x / Carrier::kHands;
+  const auto peer = [&](int k) { return rank + k < n ? rank + k : rank + k - n; };
+  // What goes to this rank itself and to those behind it, from the k-th on; where all get the same,
+  // only that.
+  u64 raw[kAhead][kUnits] = {};
+  const auto load = [&](int from) {
+    const int loads = call.alike ? 1 : n;
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (from + a >= loads) break;
+      const Parcels& share = call.send[peer(from + a)];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const u64 at = carrier.at(number, u);
+        raw[a][u] = carrier.carries(u) && at < share.bytes
+                        ? load_unit(call.input + share.begin + at, share.bytes - at)
+                        : 0;
+      }
+    }
   };
-  u64 own[2] = {0, 0};
-  if (line < lines) load(line, own);
+  // The first loads are in flight together with those of the entry.
+  if (number < call.parcels) load(0);
   const Entry entry = enter(world);
   const u64 epoch = entry.epoch;
-  const int parity = static_cast<int>(epoch & 1), n = world.nranks, rank = world.rank;
-  const u64 flag = static_cast<u64>(second_flag(call, epoch)) << 32 | first_flag(epoch);
+  const int parity = static_cast<int>(epoch & 1);
+  const Flags flags(call, epoch);
   LookAround slow{call, epoch};
-  bool failed = __any_sync(together, has_left(world, entry)) != 0;
-  while (line < lines && !failed) {
-    for (int k = 1; k < n; ++k) {
-      const int q = rank + k < n ? rank + k : rank + k - n;
-      store_line(lines_of(world, q, rank, parity) + line, lane, together,
-                 {own[0], last ? flag : own[1]});
+  bool failed = carrier.any(has_left(world, entry));
+  while (number < call.parcels && !failed) {
+    u64 own[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) own[u] = contribution<Work>(call, raw[0][u]);
+    if (call.alike) {
+      for (int k = 1; k < n; ++k) carrier.send(world, peer(k), parity, number, own, flags);
+    } else {
+      for (int from = 0; from < n; from += kAhead) {
+        if (from != 0) load(from);
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          const int k = from + a;
+          if (k == 0 || k >= n || number >= call.send[peer(k)].parcels) continue;
+          u64 theirs[kUnits];
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) theirs[u] = contribution<Work>(call, raw[a][u]);
+          carrier.send(world, peer(k), parity, number, theirs, flags);
+        }
+      }
     }
-    Combination<A> low, high;
+    Work work[kUnits];
     for (int q = 0; q < n && !failed; ++q) {
-      LinePart theirs{own[0], own[1]};
+      u64 theirs[kUnits];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) theirs[u] = own[u];
       if (q != rank) {
-        const Line* from = lines_of(world, rank, q, parity) + line;
+        const u64 wanted =
+            call.alike ? number : min(number, static_cast<u64>(call.receive[q].parcels) - 1);
         const Waiting what{Phase::packet, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
         const auto ready = [&](u64& seen) {
-          theirs = load_line(from, lane, together);
-          seen = __shfl_sync(together, theirs.high, kLineThreads - 1, kLineThreads);
-          return seen == flag;
+          return carrier.receive(world, q, parity, wanted, theirs, flags, seen);
         };
-        const auto any = [&](bool leave) { return __any_sync(together, leave) != 0; };
+        const auto any = [&](bool leave) { return carrier.any(leave); };
         failed = !wait_until(world, what, ready, slow, any);
       }
-      low.add(q, theirs.low);
-      high.add(q, theirs.high);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) work[u].add(q, theirs[u]);
     }
     if (failed) break;
-    const u64 i = line * kUnits + lane * 2;
-    if (i < units)
-      store_unit(call.output + i * 8, call.bytes - i * 8, low.result(call.arithmetic, n));
-    if (!last && i + 1 < units)
-      store_unit(call.output + i * 8 + 8, call.bytes - i * 8 - 8, high.result(call.arithmetic, n));
-    line += step;
-    if (line < lines) load(line, own);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+      if (carrier.carries(u)) work[u].deliver(call, carrier.at(number, u));
+    number += step;
+    if (number < call.parcels) load(0);
   }
   finish_call(world, epoch);
 }
 
 using Kernel = void (*)(OneShotCall);
 
+template <class Carrier>
 Kernel kernel_of(const OneShotCall& call) {
-  const bool lines = call.lines;
+  if (!call.reduces) return one_shot_kernel<Carrier, Concatenation>;
   if (call.arithmetic.reducer.op == static_cast<u32>(Combine::sum)) {
     switch (static_cast<Format>(call.arithmetic.reducer.format)) {
       case Format::float32:
-        return lines ? lines_kernel<Float32Sum> : packets_kernel<Float32Sum>;
+        return one_shot_kernel<Carrier, Combination<Float32Sum>>;
       case Format::bfloat16:
-        return lines ? lines_kernel<Bfloat16Sum> : packets_kernel<Bfloat16Sum>;
+        return one_shot_kernel<Carrier, Combination<Bfloat16Sum>>;
       case Format::float16:
-        return lines ? lines_kernel<Float16Sum> : packets_kernel<Float16Sum>;
+        return one_shot_kernel<Carrier, Combination<Float16Sum>>;
       default:
         break;
     }
   }
-  return lines ? lines_kernel<void> : packets_kernel<void>;
+  return one_shot_kernel<Carrier, Combination<void>>;
+}
+
+template <class Carrier>
+int residency(int* blocks) {
+  return residency_of<OneShotCall>(
+      {one_shot_kernel<Carrier, Combination<Float32Sum>>,
+       one_shot_kernel<Carrier, Combination<Bfloat16Sum>>,
+       one_shot_kernel<Carrier, Combination<Float16Sum>>,
+       one_shot_kernel<Carrier, Combination<void>>, one_shot_kernel<Carrier, Concatenation>},
+      blocks);
 }
 
 }  // namespace
 
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
-  return launch(kernel_of(call), {blocks, kThreads}, stream, call);
+  return launch(call.lines ? kernel_of<Lines>(call) : kernel_of<Packets>(call), {blocks, kThreads},
+                stream, call);
 }
 
 int one_shot_residency(int* blocks) {
-  return residency_of<OneShotCall>(
-      {packets_kernel<Float32Sum>, packets_kernel<Bfloat16Sum>, packets_kernel<Float16Sum>,
-       packets_kernel<void>, lines_kernel<Float32Sum>, lines_kernel<Bfloat16Sum>,
-       lines_kernel<Float16Sum>, lines_kernel<void>},
-      blocks);
+  int packets = 0, lines = 0;
+  if (const int error = residency<Packets>(&packets)) return error;
+  if (const int error = residency<Lines>(&lines)) return error;
+  *blocks = packets < lines ? packets : lines;
+  return 0;
 }
 
 }  // namespace collectives::device

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-# all_reduce in one step, up to these sizes: in packets, which are the fastest for the smallest but
-# send twice the bytes, then in lines. Both send everything to everybody. For three and four ranks
-# the limits were measured on 4 H100; for more, the bytes that cross each link are kept alike.
+# direct_one_shot, by the bytes that a rank sends to each peer: up to _PACKETS in packets, which are
+# the fastest for the smallest but send twice the bytes, then in lines. Up to _LINES all_reduce goes
+# so. For all_reduce on two GPUs the limits were measured on H200, for three and four on 4 H100; for
+# more ranks, the bytes that cross each link are kept alike. For the other collectives nothing was
+# measured: they take over what all_reduce sends to each peer.
 _PACKETS = {2: 256 << 10, 4: 64 << 10, 8: 32 << 10}
 _LINES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
+# reduce_scatter and all_gather, all blocks together, while a pair exchanges no more than _LINES:
+# measured is only that direct_two_shot is slower than NCCL on two H200 up to 512 KiB and faster
+# from 4 MiB up, not where direct_one_shot and direct_two_shot meet.
+_BLOCKS_AT_ONCE = 1 << 20
 # all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
 # has them written above (links carry more writes than reads).
 _PULL_BELOW = 16 << 20
@@ -19,6 +25,8 @@ _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
 # One message to each peer from the root, until the root's link is full for longer than a ring of
 # all ranks needs to fill.
 _ROOT_SENDS_ALL = 256 << 10
+# Where a pair of ranks exchanges one block, not the whole array.
+_BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter")
 
 
 @lru_cache(1024)
@@ -28,7 +36,10 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
         return ""
     if collective == "all_reduce":
         return "direct_one_shot" if nbytes <= _of(_LINES, nranks) else "direct_two_shot"
-    if collective in ("reduce_scatter", "all_gather", "all_to_all"):
+    if collective in ("reduce_scatter", "all_gather"):
+        small = nbytes <= min(_BLOCKS_AT_ONCE, nranks * _of(_LINES, nranks))
+        return "direct_one_shot" if small else "direct_two_shot"
+    if collective == "all_to_all":
         return "direct_two_shot"
     if collective in ("broadcast", "reduce") and nbytes > _ROOT_SENDS_ALL:
         return "ring"
@@ -55,10 +66,11 @@ _PLAIN = Launch()
 
 
 @lru_cache(1024)
-def device_launch(algorithm: str, nbytes: int, nranks: int) -> Launch:
+def device_launch(algorithm: str, collective: str, nbytes: int, nranks: int) -> Launch:
     """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own."""
     if algorithm == "direct_one_shot":
-        return Launch(lines=nbytes > _of(_PACKETS, nranks))
+        each = nbytes / nranks if collective in _BLOCKED else nbytes
+        return Launch(lines=each > _of(_PACKETS, nranks))
     if algorithm == "direct_two_shot":
         few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
         return Launch(blocks=_FEW_BLOCKS if few else 0, pull=nbytes < _PULL_BELOW)

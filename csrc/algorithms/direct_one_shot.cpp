@@ -4,6 +4,7 @@
 //   all_gather   r -> every d: the block of r
 //   broadcast    root -> every d            reduce   every r -> root, combined there in rank order
 //   scatter      root -> d: the block of d  gather   r -> root: the block of r
+//   reduce_scatter   r -> every d: the block of d, combined there in rank order
 //   barrier      r -> every d: "I am here"
 //
 //   all_reduce over 4 ranks:   rank 0   a  ──┬─> 1, 2, 3     every rank evaluates
@@ -25,7 +26,7 @@ Schedule direct_one_shot(Collective collective, const World& world) {
   Schedule s;
   const int n = world.nranks, root = world.root;
   const bool blocks = collective == Collective::all_gather || collective == Collective::gather ||
-                      collective == Collective::scatter;
+                      collective == Collective::scatter || collective == Collective::reduce_scatter;
   s.nchunks = blocks ? n : 1;
   Round round;
   for (int i = 1; i < n; ++i) {
@@ -46,6 +47,9 @@ Schedule direct_one_shot(Collective collective, const World& world) {
       case Collective::all_gather:
         for (int r = 0; r < n; ++r) round.push_back({r, (r + i) % n, r});
         break;
+      case Collective::reduce_scatter:
+        for (int r = 0; r < n; ++r) round.push_back({r, (r + i) % n, (r + i) % n, true});
+        break;
       default:  // all_reduce, barrier
         for (int r = 0; r < n; ++r) round.push_back({r, (r + i) % n, 0, true});
     }
@@ -60,8 +64,9 @@ const RegisterAlgorithm registered({
     "rank order",
     "small messages within a node; one step, but (n-1) times the data",
     "folklore; the one-shot all_reduce of NVLink kernels",
-    {Collective::all_reduce, Collective::all_gather, Collective::broadcast, Collective::reduce,
-     Collective::gather, Collective::scatter, Collective::barrier},
+    {Collective::all_reduce, Collective::reduce_scatter, Collective::all_gather,
+     Collective::broadcast, Collective::reduce, Collective::gather, Collective::scatter,
+     Collective::barrier},
     nullptr,
     direct_one_shot,
     nullptr,

@@ -28,19 +28,23 @@ class Mutant(NamedTuple):
 MUTANTS = (
     Mutant(
         "packets with a flag beside one half only", "direct_one_shot.cu",
-        "return p.low_flag == flag && p.high_flag == second;", "return p.high_flag == second;",
+        "return p.low_flag == flags.first && p.high_flag == flags.second;",
+        "return p.high_flag == flags.second;",
         "test_one_shot and packets-3",
     ),
     Mutant(
         "packets with one buffer for all calls", "direct_one_shot.cu",
-        "const int parity = static_cast<int>(epoch & 1), n = world.nranks, rank = world.rank;\n"
-        "  const u32 flag",
-        "const int parity = 0, n = world.nranks, rank = world.rank;\n  const u32 flag",
+        "const int parity = static_cast<int>(epoch & 1);", "const int parity = 0;",
         "test_hurried and one_shot",
     ),
     Mutant(
         "lines that do not look at the flag", "direct_one_shot.cu",
-        "return seen == flag;", "return true;", "test_one_shot and lines-3",
+        "return seen == flag_of(flags);", "return true;", "test_one_shot and lines-3",
+    ),
+    Mutant(
+        "no packet between ranks that have nothing for each other", "direct_one_shot.cu",
+        "if (q != rank) {", "if (q != rank && call.receive[q].bytes != 0) {",
+        "test_results_wait_for_all or test_hurried_blocks",
     ),
     Mutant(
         "messages taken before they have come", "fifo.cuh",

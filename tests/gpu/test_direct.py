@@ -62,6 +62,146 @@ def test_one_shot(monkeypatch: pytest.MonkeyPatch, how: str, n: int) -> None:
     run_all(wanted, n)
 
 
+def block_cases(n: int) -> list[Case]:
+    """reduce_scatter with every dtype and op, the others in turn; blocks of equal and of unequal
+    lengths, some of them empty."""
+    found = []
+    others = ("all_gather", "broadcast", "gather", "scatter", "reduce")
+    for i, (dtype, op) in enumerate(reference.PAIRS):
+        count, place = COUNTS[(i + n) % len(COUNTS)], ("in", "out")[i % 2]
+        v, root = i // 2 % 2 == 1, i % n
+        order = "rank" if i % 3 == 0 else None
+        found.append(
+            Case("reduce_scatter", "direct_one_shot", dtype, op, count, place=place, v=v, seed=i,
+                 order=order)
+        )  # fmt: skip
+        other = others[i % len(others)]
+        v = v and other in ("all_gather", "gather", "scatter")
+        found.append(
+            Case(other, "direct_one_shot", dtype, op if other == "reduce" else "sum", count,
+                 root=0 if other == "all_gather" else root, place=place, v=v, seed=i)
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("how", ONE_SHOT)
+def test_one_shot_blocks(monkeypatch: pytest.MonkeyPatch, how: str, n: int) -> None:
+    """What is not all_reduce: each pair of ranks exchanges something of its own, or nothing."""
+    monkeypatch.setattr(engines, "device_launch", lambda *_: ONE_SHOT[how])
+    run_all(block_cases(n), n)
+
+
+@pytest.mark.parametrize("how", ["packets", "lines"])
+def test_blocks_have_the_bits_of_the_host(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(engines, "device_launch", lambda *_: ONE_SHOT[how])
+    n, count = 5, 301
+
+    def body(comm: OnDevice) -> list[str]:
+        wrong = []
+        for seed, (dtype, op) in some(list(enumerate(reference.PAIRS))):
+            x = any_bytes(comm.rank, n * count, dtype, seed)
+            more: dict[str, Any] = {"op": op, "order": "rank"}
+            if op == "premul_sum":
+                more["factor"] = 0.5
+            host = np.zeros_like(x[:count])
+            got = np.zeros_like(host)
+            comm.comm.reduce_scatter(x.copy(), out=host, **more)
+            comm.reduce_scatter(x.copy(), out=got, algorithm="direct_one_shot", **more)
+            words = difference(got, host)
+            if words:
+                wrong.append(f"{dtype} {op}: {words}")
+        return wrong
+
+    with np.errstate(all="ignore"):
+        for wrong in run_on(n, PLACE, body, timeout=20):
+            assert not wrong, wrong
+
+
+LENGTHS = ([700, 0, 300], [0, 0, 901], [1, 1, 1])
+
+
+@pytest.mark.parametrize("how", ["packets", "lines"])
+def test_hurried_blocks(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Calls one behind the other while ranks come late in turn. Ranks that send or get nothing are
+    waited for too: nobody writes over what another has not taken yet."""
+    monkeypatch.setattr(engines, "device_launch", lambda *_: ONE_SHOT[how])
+    n, calls, room = 3, 30, 1024
+
+    def body(comm: OnDevice) -> int:
+        rng = np.random.default_rng(comm.rank)
+        inputs, outputs = (
+            cupy.ndarray(
+                (calls * room,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at)
+            )
+            for at in (0, 16 << 20)
+        )
+        pattern = np.arange(room) % 97
+        host = np.concatenate([pattern * (i + 1) + comm.rank for i in range(calls)])
+        host = host.astype(np.float32)
+        comm.copy(inputs.data.ptr, host.ctypes.data, host.nbytes, 1)
+        comm.comm.barrier()
+        with comm.stream:
+            for i in range(calls):
+                if rng.random() < 0.3:
+                    time.sleep(0.005)
+                counts = LENGTHS[i // 2 % len(LENGTHS)]
+                mine, whole = counts[comm.rank], sum(counts)
+                x, out = (a[i * room : (i + 1) * room] for a in (inputs, outputs))
+                if i % 2:
+                    comm.comm.all_gather_v(
+                        x[:mine], counts, out=out[:whole], algorithm="direct_one_shot"
+                    )
+                else:
+                    comm.comm.reduce_scatter_v(
+                        x[:whole], counts, out=out[:mine], algorithm="direct_one_shot"
+                    )
+        comm.finish()
+        comm.copy(host.ctypes.data, outputs.data.ptr, host.nbytes, 2)
+        for i, got in enumerate(host.reshape(calls, room)):
+            counts = LENGTHS[i // 2 % len(LENGTHS)]
+            mine, begin = counts[comm.rank], sum(counts[: comm.rank])
+            data = pattern * (i + 1)
+            if i % 2:
+                wanted = np.concatenate([data[:c] + q for q, c in enumerate(counts)])
+            else:
+                wanted = data[begin : begin + mine] * n + n * (n - 1) // 2
+            assert (got[: wanted.size] == wanted).all(), i
+        return 1
+
+    assert run_on(n, PLACE, body, timeout=20) == [1] * n
+
+
+@pytest.mark.parametrize("how", ["packets", "lines"])
+def test_results_wait_for_all(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A rank in another call: all raise, and nobody has written what the others did send."""
+    monkeypatch.setattr(engines, "device_launch", lambda *_: ONE_SHOT[how])
+
+    def body(comm: OnDevice) -> tuple[str, bool]:
+        counts = [500, 700, 0 if comm.rank < 2 else 5]
+        host = np.full(2000, 7, np.float32)
+        comm.copy(comm.memory.ptr, host.ctypes.data, host.nbytes, 1)
+        x, out = (
+            cupy.ndarray((size,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at))
+            for size, at in ((counts[comm.rank], 0), (sum(counts), 1 << 20))
+        )
+        host[:] = 3
+        comm.copy(out.data.ptr, host.ctypes.data, host.nbytes, 1)
+        comm.comm.barrier()
+        words = ""
+        try:
+            with comm.stream:
+                comm.comm.all_gather_v(x, counts, out=out, algorithm="direct_one_shot")
+            comm.comm.synchronize()
+        except cc.MismatchError as error:
+            words = str(error)
+        comm.copy(host.ctypes.data, out.data.ptr, host.nbytes, 2)
+        return words, bool((host == 3).all())
+
+    found = run_on(3, PLACE, body, timeout=20)
+    assert all(words and untouched for words, untouched in found), found
+
+
 def two_shot_cases(n: int) -> list[Case]:
     pairs = reference.PAIRS
     found = []
