@@ -36,8 +36,10 @@ def chunk_squares(x: Any) -> Any:
     found = np.empty(-(-x.size // CHUNK), np.float64)
     whole = x.size // CHUNK
     with np.errstate(over="ignore", invalid="ignore"):
-        for low in range(0, whole, _BLOCK):
-            high = min(whole, low + _BLOCK)
+        # A GPU has no such cache, and waiting for it costs more than a sum.
+        size = _BLOCK if isinstance(x, np.ndarray) else max(1, whole)
+        for low in range(0, whole, size):
+            high = min(whole, low + size)
             block = x[low * CHUNK : high * CHUNK].astype(wide, copy=False)
             found[low:high] = _rows(block.reshape(-1, CHUNK))
         if whole * CHUNK < x.size:
