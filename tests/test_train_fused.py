@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collectives.array.dtypes import numpy_dtype
-from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused
+from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused, norms
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 OPTIMIZERS = [
@@ -86,3 +86,26 @@ def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path):
     assert used.tobytes() == wanted.astype(used.dtype).tobytes()
     for key, value in states.items():
         assert value.tobytes() == theirs[key].tobytes(), key
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_the_text_of_exact_sums(tmp_path):
+    """The same table as the host's, from the least number to the largest, and what is not one."""
+    random = np.random.default_rng(7)
+    values = np.ldexp(random.random(4000), random.integers(-1070, 1024, 4000))
+    values[:6] = [0.0, 5e-324, np.finfo(float).max, np.inf, np.nan, 2.0**-1022]
+    rows = random.integers(0, 3, values.size)
+    wanted = norms.exact(values, rows, 3)
+    lines = ["#include <cmath>", "using std::frexp;"]
+    lines += ['extern "C" void run(long n, const double* v_, const long* rows, long long* table) {']
+    lines += ["auto add = [&](long long at, unsigned long long x) { table[at] += x; };"]
+    lines += ["for (long i = 0; i < n; ++i) { const double v = v_[i]; const long long base ="]
+    lines += [f"rows[i] * {wanted.shape[1]}; {norms.EXACT} }} }}"]
+    source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
+    source.write_text("\n".join(lines))
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    table = np.zeros_like(wanted)
+    pointers = [ctypes.c_void_p(a.ctypes.data) for a in (values, rows, table)]
+    ctypes.CDLL(str(library)).run(ctypes.c_long(values.size), *pointers)
+    assert (table == wanted).all()
