@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import types
 
 import numpy as np
 import pytest
 from worlds import outcomes
 
 import collectives as cc
+from collectives.bucket_trace import nvtx_range
 from collectives.bucketing import Bucketer, make_buckets
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (0, 4), "e": (700,), "f": (17, 2)}
@@ -404,3 +407,17 @@ def test_torch_tensors():
         return bucketer.view("w").sum(), float(bucketer.view("b")[0]), len(bucketer.buckets)
 
     assert cc.run_threads(2, body, timeout=20) == [(60.0, 4.0, 2)] * 2
+
+
+def test_buckets_on_gpus_are_ranges_of_nvtx(monkeypatch):
+    """One push and one pop for each, also around what fails; nothing on the host."""
+    told = []
+    nvtx = types.SimpleNamespace(RangePush=told.append, RangePop=lambda: told.append("pop"))
+    cuda = types.SimpleNamespace(nvtx=nvtx)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    with nvtx_range("cpu", "bucket 0"):
+        pass
+    assert told == []
+    with pytest.raises(KeyError), nvtx_range("cuda:0", "bucket 1"):
+        raise KeyError
+    assert told == ["bucket 1", "pop"]

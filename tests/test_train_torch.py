@@ -302,7 +302,7 @@ def test_optimizers_of_torch(kind, settings):
     ],
 )
 def test_resumed_runs_with_optimizers_of_torch(kind, settings, mode, tmp_path):
-    """Bit for bit, also the schedule; on other ranks, in stage 1, where torch rounds alike."""
+    """Bit for bit, also the schedule; on other ranks, in stage 1, as far as torch rounds alike."""
     pytest.importorskip("safetensors")
 
     def fresh(comm, mode, seed):

@@ -56,6 +56,12 @@ class Optimizer:
         """
         return False
 
+    def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
+        """The operation of `fused.OPERATIONS` that does the same as `update`, or for layerwise ones
+        as `apply`, and its numbers.
+        """
+        raise NotImplementedError
+
     def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         """Layerwise: puts into g the array whose norm counts."""
         raise NotImplementedError
@@ -101,6 +107,12 @@ class SGD(Optimizer):
         g *= lr
         w -= g
 
+    def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
+        numbers = {"l2": self.weight_decay, "lr": lr}
+        if not self.momentum:
+            return "sgd", numbers
+        return "nesterov" if self.nesterov else "momentum", numbers | {"momentum": self.momentum}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Optimizer):
@@ -143,6 +155,19 @@ class _Moments(Optimizer):
         second = math.sqrt(1 - self.beta2**step)
         return self.eps * second, factor * second / (1 - self.beta1**step)
 
+    def _numbers(self, step: int, factor: float, l2: float) -> dict[str, float]:
+        """Of a kernel on GPUs."""
+        eps, corrected = self._corrections(step, factor)
+        return {
+            "l2": l2,
+            "beta1": self.beta1,
+            "rest1": 1 - self.beta1,
+            "beta2": self.beta2,
+            "rest2": 1 - self.beta2,
+            "eps": eps,
+            "factor": corrected,
+        }
+
     def _one_pass(
         self,
         w: Any,
@@ -184,6 +209,9 @@ class Adam(_Moments):
     def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
         return self._one_pass(w, g, coefficient, state, lr, step, l2=self.weight_decay)
 
+    def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
+        return "adam", self._numbers(step, lr, self.weight_decay) | {"decay": 1.0}
+
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(_Moments):
@@ -202,6 +230,9 @@ class AdamW(_Moments):
     def fused(self, w: Any, g: Any, coefficient: float, state: State, lr: float, step: int) -> bool:
         decay = 1 - lr * self.weight_decay
         return self._one_pass(w, g, coefficient, state, lr, step, decay=decay)
+
+    def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
+        return "adam", self._numbers(step, lr, 0.0) | {"decay": 1 - lr * self.weight_decay}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +265,9 @@ class LARS(Optimizer):
         v += g
         w -= v
 
+    def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
+        return "lars", {"l2": self.weight_decay, "lr": lr, "momentum": self.momentum}
+
 
 @dataclasses.dataclass(frozen=True)
 class LAMB(_Moments):
@@ -258,3 +292,10 @@ class LAMB(_Moments):
     def apply(self, w: Any, g: Any, state: State, lr: float) -> None:
         g *= lr
         w -= g
+
+    def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
+        return "step", {"lr": lr}
+
+    def direction_on_gpu(self, step: int) -> tuple[str, dict[str, float]]:
+        """As `on_gpu`, for `direction`."""
+        return "lamb", self._numbers(step, 1.0, self.weight_decay)

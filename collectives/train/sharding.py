@@ -175,11 +175,11 @@ class Store:
         work: Work = comm.all_gather_v(shard.used, shard.counts, out=out, async_op=True)
         return work
 
-    def publish(self, shard: Shard) -> Work | None:
-        """After the optimizer's step: the new parameters in the dtype they are used in, and for
-        stages 1 and 2, on all ranks.
+    def publish(self, shard: Shard, *, rounded: bool = False) -> Work | None:
+        """After the optimizer's step: the new parameters in the dtype they are used in (unless they
+        are `rounded` already), and for stages 1 and 2, on all ranks.
         """
-        if shard.master is not shard.used:
+        if shard.master is not shard.used and not rounded:
             if self.offload and shard.bucket.device != "cpu":
                 shard.used.set(shard.master.astype(shard.used.dtype))
             else:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..array import namespace
+from .fused import on_gpu, run
 from .norms import sums_of_squares
-from .optimizers import Optimizer
+from .optimizers import LAMB, Optimizer
 from .sharding import Piece, Shard, Store, host
 
 if TYPE_CHECKING:
@@ -59,12 +60,19 @@ class Stepper:
             works = [self._store.publish(shard) for shard in self._store.shards]
         else:
             for shard in self._store.shards:
-                size = min(_BLOCK, shard.high - shard.low)
+                gpu = on_gpu(shard.master, shard.grad)
+                size = 0 if gpu else min(_BLOCK, shard.high - shard.low)
                 scratch = [namespace(shard.master).empty_like(shard.master[:size]) for _ in "gw"]
                 for low, high, optimizer in self._runs(shard, unused):
                     w, grad = shard.master[low:high], shard.grad[low:high]
                     state = {k: v[low:high] for k, v in shard.state.items()}
                     lr = optimizer.lr * factor
+                    if on_gpu(w, grad):
+                        name, numbers = optimizer.on_gpu(lr, step)
+                        kept = state if "velocity" not in state or "momentum" in numbers else {}
+                        used = None if shard.used is shard.master else shard.used[low:high]
+                        run(name, w, grad, coefficient, kept, numbers, used)
+                        continue
                     if optimizer.fused(w, grad, coefficient, state, lr, step):
                         continue
                     for at in range(low, high, _BLOCK):
@@ -74,7 +82,9 @@ class Stepper:
                         state = {k: v[at:end] for k, v in shard.state.items()}
                         w = shard.master[at:end]
                         optimizer.update(w, g, state, lr, step, work)
-                works.append(self._store.publish(shard))  # travels while the next one is stepped
+                works.append(
+                    self._store.publish(shard, rounded=gpu)
+                )  # travels while the next one is stepped
         for work in works:
             if work is not None:
                 work.wait()
@@ -116,9 +126,14 @@ class Stepper:
             optimizer = self._optimizers[self._number[piece.name]]
             w = shard.master[piece.low : piece.high]
             g, work = (namespace(w).empty_like(w) for _ in "gw")
-            self._gradient(shard, piece.low, piece.high, coefficient, g)
             state = {k: v[piece.low : piece.high] for k, v in shard.state.items()}
-            optimizer.direction(w, g, state, step, work)
+            if isinstance(optimizer, LAMB) and on_gpu(w, shard.grad):
+                name, numbers = optimizer.direction_on_gpu(step)
+                grad = shard.grad[piece.low : piece.high]
+                run(name, w, grad, coefficient, state | {"direction": g}, numbers)
+            else:
+                self._gradient(shard, piece.low, piece.high, coefficient, g)
+                optimizer.direction(w, g, state, step, work)
             held.append((piece, w, g, state))
             parts += [(2 * number[piece.name], w), (2 * number[piece.name] + 1, g)]
         norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))
@@ -126,4 +141,9 @@ class Stepper:
             optimizer = self._optimizers[self._number[piece.name]]
             i = number[piece.name]
             ratio = optimizer.trust(float(norms[2 * i]), float(norms[2 * i + 1]))
-            optimizer.apply(w, g, state, optimizer.lr * factor * ratio)
+            lr = optimizer.lr * factor * ratio
+            if on_gpu(w, g):
+                name, numbers = optimizer.on_gpu(lr, step)
+                run(name, w, g, 1.0, state if "velocity" in state else {}, numbers)
+            else:
+                optimizer.apply(w, g, state, lr)

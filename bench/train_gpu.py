@@ -1,0 +1,268 @@
+"""Step time of the trainer and of torch's DDP and FSDP2 on NCCL, in one run on GPUs.
+
+    python -m collectives run -n 2 bench/train_gpu.py [--json bench/results/train-gpu-2.json]
+
+A decoder of about 370 million parameters (24 layers of width 1024, tied embeddings) in bfloat16,
+AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. One way is set up at a time, since all
+together would not fit; the ways take turns, `--rounds` times, and the first steps of each turn are
+not counted. "alone" is the same model and step on each GPU by itself, in plain torch and in the
+trainer on one rank. Exposed communication is the median of a way less that of its "alone", scaling
+efficiency their ratio (so stages 1 to 3, whose ranks step a part of the parameters, are given the
+time that this saves). Losses of all ways are compared before anything is told. Every step is as
+long as the slowest rank takes. --small is a tiny model on CPUs over Gloo, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+import collectives as cc
+from collectives.bench.machine import header
+from collectives.train import AdamW, Trainer
+
+VOCABULARY = 50304
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, width: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.place = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = model(batch[0])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+
+
+class Bench:
+    """What all ways have in common on this rank."""
+
+    def __init__(self, comm: cc.Communicator, small: bool) -> None:
+        self.comm, self.small = comm, small
+        self.device = torch.device("cpu")
+        if not small:
+            self.device = torch.device("cuda", comm.local_rank)
+            torch.cuda.set_device(self.device)
+            import cupy
+
+            cupy.cuda.Device(comm.local_rank).use()
+        self.solo = comm.split(comm.rank)
+        port = np.zeros(1, np.int64)
+        if comm.rank == 0:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port[0] = free.getsockname()[1]
+        comm.broadcast(port)
+        distributed.init_process_group(
+            "gloo" if small else "nccl",
+            init_method=f"tcp://127.0.0.1:{port[0]}",
+            rank=comm.rank,
+            world_size=comm.size,
+        )
+
+    def model(self) -> Decoder:
+        torch.manual_seed(0)
+        sizes = (2, 64, 256, 64) if self.small else (24, 1024, VOCABULARY, 1024)
+        return Decoder(*sizes).to(self.device, torch.bfloat16)
+
+    def batch(self, size: int, length: int) -> Batch:
+        random = np.random.default_rng(self.comm.rank)
+        tokens = random.integers(0, 256, (size, length + 1))
+        whole = torch.from_numpy(tokens).to(self.device)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+    def wait(self) -> None:
+        if not self.small:
+            torch.cuda.synchronize()
+
+    def torch_step(self, model: nn.Module) -> Callable[[Batch], float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+        def step(batch: Batch) -> float:
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            optimizer.step()
+            return float(value.detach())
+
+        return step
+
+    def alone(self) -> Callable[[Batch], float]:
+        return self.torch_step(self.model())
+
+    def ddp(self) -> Callable[[Batch], float]:
+        wrapped = nn.parallel.DistributedDataParallel(self.model(), gradient_as_bucket_view=True)
+        return self.torch_step(wrapped)
+
+    def fsdp2(self) -> Callable[[Batch], float]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = self.model()
+        mesh = init_device_mesh(self.device.type, (self.comm.size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return self.torch_step(model)
+
+    def ours(self, stage: int, comm: cc.Communicator) -> Callable[[Batch], float]:
+        trainer = Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, sharding=stage)
+
+        def step(batch: Batch) -> float:
+            return trainer.step(batch).loss
+
+        step.close = trainer.close  # type: ignore[attr-defined]
+        return step
+
+    def turn(self, make: Callable[[], Any], batch: Batch, steps: int, warm: int) -> dict[str, Any]:
+        """Seconds of `steps` steps, peak bytes, and the loss of the first."""
+        gc.collect()
+        if not self.small:
+            import cupy
+
+            cupy.get_default_memory_pool().free_all_blocks()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        step = make()
+        seconds, first = [], 0.0
+        free = [] if self.small else [torch.cuda.mem_get_info()[0]]
+        for number in range(warm + steps):
+            self.wait()
+            self.comm.barrier()
+            began = time.perf_counter()
+            value = step(batch)
+            self.wait()
+            self.comm.barrier()  # so this is the time of the slowest rank
+            if number >= warm:
+                seconds.append(time.perf_counter() - began)
+            if number == 0:  # ours is the mean over ranks already
+                first = float(self.comm.all_reduce(np.array([value]), "avg")[0])
+            if not self.small:
+                free.append(torch.cuda.mem_get_info()[0])
+        whole = 0 if self.small else torch.cuda.mem_get_info()[1]
+        getattr(step, "close", lambda: None)()
+        del step
+        # Of the device, not of torch's allocator alone: cupy and NCCL have memory of their own.
+        peak = None if self.small else whole - min(free)
+        return {"seconds": seconds, "peak": peak, "loss": first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of each in a round")
+    parser.add_argument("--warm", type=int, default=3, help="steps that are not counted")
+    parser.add_argument("--batches", default="4x1024,1x256", help="sequences x tokens a rank")
+    parser.add_argument("--ways", help="only those whose names hold one of these, by commas")
+    parser.add_argument("--small", action="store_true", help="a tiny model on CPUs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with cc.init() as comm:
+        bench = Bench(comm, args.small)
+        ways: dict[str, Callable[[], Any]] = {"torch alone": bench.alone, "torch DDP": bench.ddp}
+        ways["torch FSDP2"] = bench.fsdp2
+        ways["collectives alone"] = lambda: bench.ours(0, bench.solo)
+        for stage in range(4):
+            name = f"collectives ZeRO-{stage}"
+            ways[name] = lambda stage=stage: bench.ours(stage, comm)
+        if args.ways:
+            wanted = ["alone", *args.ways.split(",")]
+            ways = {n: make for n, make in ways.items() if any(w in n for w in wanted)}
+        rows = []
+        for text in args.batches.split(","):
+            size, length = map(int, text.split("x"))
+            rows += compare(bench, ways, size, length, args)
+        about = header(comm, " ".join(["bench/train_gpu.py", *sys.argv[1:]]))
+        about["parameters"] = sum(p.numel() for p in bench.model().parameters())
+        about["ranks"] = comm.size
+        about["gpu"] = None if args.small else torch.cuda.get_device_name()
+        about["nccl"] = None if args.small else ".".join(map(str, torch.cuda.nccl.version()))
+        if comm.rank == 0:
+            for row in rows:
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+            if args.json:
+                args.json.write_text(json.dumps({"header": about, "rows": rows}, indent=1) + "\n")
+        distributed.destroy_process_group()
+
+
+def compare(
+    bench: Bench, ways: dict[str, Callable[[], Any]], size: int, length: int, args: Any
+) -> list[dict[str, Any]]:
+    """All ways on one batch, in turns."""
+    batch = bench.batch(size, length)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    for _ in range(args.rounds):
+        for name, make in ways.items():
+            turns[name].append(bench.turn(make, batch, args.steps, args.warm))
+    rows = []
+    losses = {name: found[0]["loss"] for name, found in turns.items()}
+    for name, value in losses.items():
+        if not abs(value - losses["torch alone"]) <= 1e-2 * abs(losses["torch alone"]):
+            raise SystemExit(f"the first loss of {name} is {value}; all: {losses}")
+    for name, found in turns.items():
+        alone = turns[f"{name.split()[0]} alone"]
+        base = float(np.median([s for turn in alone for s in turn["seconds"]]))
+        seconds = [s for turn in found for s in turn["seconds"]]
+        median = float(np.median(seconds))
+        peaks = [turn["peak"] for turn in found if turn["peak"] is not None]
+        rows.append(
+            {
+                "name": name,
+                "batch": f"{size}x{length}",
+                "median_ms": 1e3 * median,
+                "p90_ms": 1e3 * float(np.quantile(seconds, 0.9)),
+                "exposed_ms": 1e3 * (median - base),
+                "scaling_efficiency": base / median,
+                "device_peak_bytes": max(peaks, default=None),
+                "first_loss": found[0]["loss"],
+                "steps": len(seconds),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

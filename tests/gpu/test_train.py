@@ -1,0 +1,84 @@
+"""Training on real GPUs: optimizers in one pass have the bits of the host, and what is exact in
+the trainer's norms stays exact. Buckets are ranges that Nsight Systems shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import _core
+from collectives.array.dtypes import numpy_dtype
+from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused
+from collectives.train.norms import sums_of_squares
+
+pytestmark = pytest.mark.gpu
+GPUS, WHY = _core.device_count()
+if not GPUS:
+    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
+cupy = pytest.importorskip("cupy")
+
+OPTIMIZERS = [
+    SGD(lr=0.1, weight_decay=0.01),
+    SGD(lr=0.1, momentum=0.9),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adam(lr=0.01, weight_decay=0.01),
+    AdamW(lr=0.01, weight_decay=0.1),
+    LARS(lr=1.0, weight_decay=0.01),
+    LAMB(lr=0.02),
+]
+
+
+def on_device(x: Any) -> Any:
+    """bfloat16 travels as its bits, which every cupy can take."""
+    if x.dtype.name == "bfloat16":
+        return cupy.asarray(x.view(np.uint16)).view(x.dtype)
+    return cupy.asarray(x)
+
+
+def on_host(x: Any) -> Any:
+    if x.dtype.name == "bfloat16":
+        return x.view(np.uint16).get().view(x.dtype)
+    return x.get()
+
+
+@pytest.mark.parametrize("low", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_one_pass_has_the_bits_of_the_host(optimizer: Any, low: str) -> None:
+    random = np.random.default_rng(3)
+    w, *state = (random.normal(size=100_003).astype(np.float32) for _ in range(3))
+    states = dict(zip(optimizer.slots, map(np.abs, state), strict=False))
+    g = random.normal(size=w.size).astype(numpy_dtype(low))
+    coefficient, lr, step = 0.37, 0.05, 3
+    x = g.astype(np.float32) * np.float32(coefficient)
+    work, used = np.empty_like(x), on_device(np.empty(w.size, g.dtype))
+    w_there, g_there = on_device(w), on_device(g)
+    there = {k: on_device(v) for k, v in states.items()}
+    if isinstance(optimizer, LAMB):
+        name, numbers = optimizer.direction_on_gpu(step)
+        there["direction"] = cupy.empty_like(w_there)
+        optimizer.direction(w, x, states, step, work)
+        states["direction"] = x
+    else:
+        name, numbers = optimizer.on_gpu(lr, step)
+        if optimizer.layerwise:
+            optimizer.apply(w, x, states, lr)
+        else:
+            optimizer.update(w, x, states, lr, step, work)
+        if name == "sgd":
+            states = there = {}
+    fused.run(name, w_there, g_there, coefficient, there, numbers, used)
+    assert w_there.get().tobytes() == w.tobytes()
+    assert on_host(used).tobytes() == w.astype(g.dtype).tobytes()
+    for key, value in there.items():
+        assert value.get().tobytes() == states[key].tobytes(), key
+
+
+def test_norms_of_parts_are_those_of_the_whole() -> None:
+    x = cupy.asarray(np.random.default_rng(5).normal(size=512 * 700 + 33).astype(np.float32))
+    whole = sums_of_squares([(0, x)], 1, None)
+    parts = sums_of_squares([(0, x[: 512 * 300]), (0, x[512 * 300 :])], 1, None)
+    assert parts == whole
+    np.testing.assert_allclose(whole, [(x.get().astype(np.float64) ** 2).sum()], rtol=1e-12)

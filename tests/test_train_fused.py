@@ -1,0 +1,111 @@
+"""One-pass kernels of GPUs, compiled for the host: their text has the bits of the optimizers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from collectives.array.dtypes import numpy_dtype
+from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused, norms
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+OPTIMIZERS = [
+    SGD(lr=0.1, weight_decay=0.01),
+    SGD(lr=0.1, momentum=0.9),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adam(lr=0.01, weight_decay=0.01),
+    AdamW(lr=0.01, weight_decay=0.1),
+    LARS(lr=1.0, weight_decay=0.01),
+    LAMB(lr=0.02),
+]
+C_TYPES = {"float32": "float", "float64": "double", "bfloat16": "unsigned short"}
+
+
+def on_host(folder, name, states, numbers, wide, grad, used):
+    """The kernel as a function over pointers: cupy's loop, here written out."""
+    reads, writes, body = fused.text(name, tuple(states), tuple(numbers), grad, used)
+    kinds = {"T": C_TYPES[wide], "G": C_TYPES[grad], "U": C_TYPES[used or wide]}
+    kinds["uint16"] = "unsigned short"
+
+    def typed(text):
+        return [part.strip().split(" ") for part in text.split(",")]
+
+    (g_type, _), *scalars = typed(reads)
+    arrays = typed(writes)
+    head = [f"const {kinds[g_type]}* g_", f"const {kinds['T']}* numbers_"]
+    head += [f"{kinds[t]}* {n}_" for t, n in arrays]
+    lines = ["#include <cmath>", "#define __device__", "using std::sqrt;", fused.PREAMBLE]
+    lines += [f"using {t} = {c};" for t, c in kinds.items()]
+    lines += [f'extern "C" void run(long n, {", ".join(head)}) {{']
+    lines += [f"const T {n} = numbers_[{i}];" for i, (_, n) in enumerate(scalars)]
+    lines += ["for (long i = 0; i < n; ++i) {", "const auto g = g_[i];"]
+    lines += [f"auto& {n} = {n}_[i];" for _, n in arrays]
+    lines += [body, "} }"]
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
+    source.write_text("\n".join(lines))
+    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True, timeout=60)
+    return ctypes.CDLL(str(library)).run
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("kinds", [("float32", "bfloat16"), ("float64", "float64")], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path):
+    wide, low = kinds
+    random = np.random.default_rng(3)
+    w, *state = (random.normal(size=1000).astype(wide) for _ in range(3))
+    states = dict(zip(optimizer.slots, map(np.abs, state), strict=False))
+    g = random.normal(size=1000).astype(numpy_dtype(low))
+    coefficient, lr, step = 0.37, 0.05, 3
+    wanted, theirs = w.copy(), {k: v.copy() for k, v in states.items()}
+    x = g.astype(wide) * np.dtype(wide).type(coefficient)
+    work = np.empty_like(x)
+    used = np.empty(1000, g.dtype)
+    if isinstance(optimizer, LAMB):
+        name, numbers = optimizer.direction_on_gpu(step)
+        optimizer.direction(wanted, x, theirs, step, work)
+        states["direction"], theirs["direction"] = np.empty_like(w), x
+    else:
+        name, numbers = optimizer.on_gpu(lr, step)
+        if optimizer.layerwise:
+            optimizer.apply(wanted, x, theirs, lr)
+        else:
+            optimizer.update(wanted, x, theirs, lr, step, work)
+        if name == "sgd":
+            states, theirs = {}, {}
+    run = on_host(tmp_path, name, states, numbers, wide, low, low)
+    scalars = np.array([coefficient, *numbers.values()], wide)
+    pointers = [a.ctypes.data for a in (g, scalars, w, *states.values(), used)]
+    run(ctypes.c_long(w.size), *map(ctypes.c_void_p, pointers))
+    assert w.tobytes() == wanted.tobytes()
+    assert used.tobytes() == wanted.astype(used.dtype).tobytes()
+    for key, value in states.items():
+        assert value.tobytes() == theirs[key].tobytes(), key
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_the_text_of_exact_sums(tmp_path):
+    """The same table as the host's, from the least number to the largest, and what is not one."""
+    random = np.random.default_rng(7)
+    values = np.ldexp(random.random(4000), random.integers(-1070, 1024, 4000))
+    values[:6] = [0.0, 5e-324, np.finfo(float).max, np.inf, np.nan, 2.0**-1022]
+    rows = random.integers(0, 3, values.size)
+    wanted = norms.exact(values, rows, 3)
+    lines = ["#include <cmath>", "using std::frexp;"]
+    lines += ['extern "C" void run(long n, const double* v_, const long* rows, long long* table) {']
+    lines += ["auto add = [&](long long at, unsigned long long x) { table[at] += x; };"]
+    lines += ["for (long i = 0; i < n; ++i) { const double v = v_[i]; const long long base ="]
+    lines += [f"rows[i] * {wanted.shape[1]}; {norms.EXACT} }} }}"]
+    source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
+    source.write_text("\n".join(lines))
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    table = np.zeros_like(wanted)
+    pointers = [ctypes.c_void_p(a.ctypes.data) for a in (values, rows, table)]
+    ctypes.CDLL(str(library)).run(ctypes.c_long(values.size), *pointers)
+    assert (table == wanted).all()
