@@ -44,7 +44,7 @@ def mine(x: torch.Tensor) -> torch.Tensor:
 
 
 def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(m(x), y)
+    return nn.functional.mse_loss(m(x).float(), y)
 
 
 def alone(optimizer: Any = torch.optim.SGD, lr: float = 0.05) -> nn.Module:
