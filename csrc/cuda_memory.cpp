@@ -7,11 +7,11 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <vector>
 
 #include "errors.hpp"
 #include "region.hpp"
+#include "words.hpp"
 
 namespace collectives {
 
@@ -259,12 +259,12 @@ std::string Arenas::handle() const {
 void Arenas::map(const std::vector<std::string>& handles) {
   by_nvlink_ = home_ == Home::device;
   for (int q = 0; q < static_cast<int>(handles.size()); ++q) {
-    std::istringstream words(handles[q]);
-    int device = -1;
-    std::string bus, way;
-    std::uintptr_t pointer = 0;
-    words >> process_[q] >> device >> bus >> pointer >> std::ws;
-    std::getline(words, way);
+    Words words(handles[q]);
+    process_[q] = words.number<pid_t>();
+    const int device = words.number<int>();
+    const std::string bus{words.next()};
+    const auto pointer = words.number<std::uintptr_t>();
+    const std::string way = words.rest();
     by_nvlink_ = by_nvlink_ && is_by_nvlink(device_, bus);
     const std::string pair = "rank " + std::to_string(rank_) + " (GPU " + std::to_string(device_) +
                              ") and rank " + std::to_string(q) + " (GPU " + std::to_string(device) +

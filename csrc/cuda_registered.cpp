@@ -2,9 +2,8 @@
 // symmetric buffers are. They may lie at other places of other allocations on each rank.
 #include <unistd.h>
 
-#include <sstream>
-
 #include "cuda_engine.hpp"
+#include "words.hpp"
 
 namespace collectives {
 
@@ -42,12 +41,11 @@ void DeviceCommunicator::open_array(std::uint64_t id, std::uint64_t bytes,
   made.id = id;
   made.bytes = bytes;
   for (int q = 0; q < m.config.nranks; ++q) {
-    std::istringstream words(handles[q]);
-    pid_t process = 0;
-    u64 address = 0, base = 0, buffer = 0;
-    std::string handle;
-    words >> process >> address >> base >> buffer >> std::ws;
-    std::getline(words, handle);
+    Words words(handles[q]);
+    const auto process = words.number<pid_t>();
+    const u64 address = words.number<u64>(), base = words.number<u64>();
+    const u64 buffer = words.number<u64>();
+    const std::string handle = words.rest();
     auto* at = reinterpret_cast<unsigned char*>(address);
     if (q == m.config.rank) {
       made.own = at;

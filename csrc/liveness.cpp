@@ -1,14 +1,15 @@
 #include "liveness.hpp"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <fstream>
 #include <map>
 #include <string>
+#include <string_view>
 
 namespace collectives {
 namespace {
@@ -17,11 +18,16 @@ namespace {
 // parent has not waited for.
 bool has_ended(int process) {
   if (kill(process, 0) != 0) return errno == ESRCH;
-  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
-  std::string text;
-  std::getline(file, text);
+  const std::string path = "/proc/" + std::to_string(process) + "/stat";
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  char bytes[512];
+  const ssize_t length = read(file, bytes, sizeof bytes);
+  close(file);
+  const std::string_view text(bytes, length > 0 ? static_cast<std::size_t>(length) : 0);
   const auto state = text.rfind(") ");
-  return state != std::string::npos && (text[state + 2] == 'Z' || text[state + 2] == 'X');
+  return state != text.npos && state + 2 < text.size() &&
+         (text[state + 2] == 'Z' || text[state + 2] == 'X');
 }
 
 }  // namespace
