@@ -232,11 +232,15 @@ int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream);
 // Load the kernels; blocks of each that one multiprocessor holds at a time.
 int plan_residency(int* blocks);
-int one_shot_residency(int* blocks);
+// all_reduce's need fewer registers than those that have a share for each pair of ranks.
+struct OneShotResidency {
+  int whole, shares;
+};
+int one_shot_residency(OneShotResidency* blocks);
 int two_shot_residency(int* blocks);
 int exchange_residency(int* blocks);
 // Loads all kernels now; blocks that one multiprocessor holds at a time, of any kernel and of the
 // one-shot ones.
-int load_kernels(int* strands, int* one_shot);
+int load_kernels(int* strands, OneShotResidency* one_shot);
 
 }  // namespace collectives::device

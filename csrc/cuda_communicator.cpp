@@ -24,13 +24,14 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
                                             " ranks, not " + std::to_string(config.nranks));
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
-  int each = 0, one_shot = 0, processors = 0;
+  int each = 0, processors = 0;
+  OneShotResidency one_shot{};
   check_cuda(static_cast<cudaError_t>(load_kernels(&each, &one_shot)), "loading the kernels");
   check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, config.device),
              "cudaDeviceGetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.
   const int sharing = std::max(1, config.sharing);
-  one_shot_blocks = one_shot * processors / sharing;
+  one_shot_blocks = {one_shot.whole * processors / sharing, one_shot.shares * processors / sharing};
   blocks = std::min(kMaxStrands, each * processors / sharing);
   if (config.max_blocks > 0) blocks = std::min(blocks, config.max_blocks);
   if (blocks < 1)

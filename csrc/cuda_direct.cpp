@@ -159,7 +159,8 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   share_out(call, config.rank, config.nranks, c);
   const u64 threads = u64{c.parcels} * (c.lines ? kLineThreads : 1);
   // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
-  int most = std::min(kOneShotBlocks, one_shot_blocks);
+  const bool whole = c.reduces && c.alike;
+  int most = std::min(kOneShotBlocks, whole ? one_shot_blocks.whole : one_shot_blocks.shares);
   if (config.max_blocks > 0) most = std::min(most, config.max_blocks);
   if (options.blocks > 0) most = std::min(most, options.blocks);
   made->grid = static_cast<int>(std::min<u64>(most, (threads + kThreads - 1) / kThreads));

@@ -114,8 +114,8 @@ struct DeviceCommunicator::Impl {
                        const device::Arithmetic& arithmetic, device::Prepared* made);
 
   DeviceConfig config;
-  int blocks = 0;            // of kernels whose blocks speak with their like on all ranks
-  int one_shot_blocks = 0;   // of one-shot kernels: as many as run at a time
+  int blocks = 0;  // of kernels whose blocks speak with their like on all ranks
+  device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
   cudaStream_t stream = nullptr;  // private: set-up only
   cudaEvent_t last_event = nullptr;

@@ -378,14 +378,14 @@ int residency_reducing(int* blocks) {
 }
 
 template <class Carrier>
-int residency(int* blocks) {
-  int least[3];
-  if (const int error = residency_reducing<Carrier, Whole>(&least[0])) return error;
-  if (const int error = residency_reducing<Carrier, Each<false>>(&least[1])) return error;
+int residency(OneShotResidency* blocks) {
+  int gathers = 0;
+  if (const int error = residency_reducing<Carrier, Whole>(&blocks->whole)) return error;
+  if (const int error = residency_reducing<Carrier, Each<false>>(&blocks->shares)) return error;
   if (const int error = residency_of<OneShotCall>(
-          {one_shot_kernel<Carrier, Concatenation, Each<true>>}, &least[2]))
+          {one_shot_kernel<Carrier, Concatenation, Each<true>>}, &gathers))
     return error;
-  *blocks = min(least[0], min(least[1], least[2]));
+  blocks->shares = min(blocks->shares, gathers);
   return 0;
 }
 
@@ -396,11 +396,11 @@ int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
                 stream, call);
 }
 
-int one_shot_residency(int* blocks) {
-  int packets = 0, lines = 0;
+int one_shot_residency(OneShotResidency* blocks) {
+  OneShotResidency packets, lines;
   if (const int error = residency<Packets>(&packets)) return error;
   if (const int error = residency<Lines>(&lines)) return error;
-  *blocks = packets < lines ? packets : lines;
+  *blocks = {min(packets.whole, lines.whole), min(packets.shares, lines.shares)};
   return 0;
 }
 

@@ -23,11 +23,11 @@ int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* 
 
 // Lazily, a kernel would be loaded at its first launch, which can wait for the whole GPU: for the
 // kernel of another rank, that is, which waits for this one.
-int load_kernels(int* strands, int* one_shot) {
+int load_kernels(int* strands, OneShotResidency* one_shot) {
   cudaFuncAttributes attributes;
   int error = cudaFuncGetAttributes(&attributes, probe_kernel);
   if (error == cudaSuccess) error = one_shot_residency(one_shot);
-  *strands = *one_shot;
+  *strands = min(one_shot->whole, one_shot->shares);
   for (const auto residency : {plan_residency, two_shot_residency, exchange_residency}) {
     int own = 0;
     if (error == cudaSuccess) error = residency(&own);
