@@ -31,3 +31,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: the name of a test has an address in it")
+
+
+@pytest.fixture
+def port():
+    """A port that was free a moment ago: what a user picks for MASTER_PORT."""
+    from collectives.bootstrap import listen  # after the environment is set
+
+    with listen("127.0.0.1") as sock:
+        return sock.getsockname()[1]
