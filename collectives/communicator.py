@@ -24,7 +24,7 @@ from .config import Settings
 from .connect import connect
 from .device import checked_blocks, view, wait_for
 from .errors import ArrayError, ClosedError, DeadlineError, UnsupportedError
-from .flight_recorder import dump_when_told, write_dump
+from .flight_recorder import dump_when_told, starting, write_dump
 from .group import Group
 from .movements import Movements
 from .point_to_point import PointToPoint
@@ -152,7 +152,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         """The communicator of the ranks of an mpi4py communicator (or of a part of one). Collective
         over it. Arguments as for `init`.
         """
-        return cls(detect(comm, timeout=timeout), Settings(), max_blocks=max_blocks)
+        settings = Settings()
+        with starting(settings.dump, None, None):
+            return cls(detect(comm, timeout=timeout), settings, max_blocks=max_blocks)
 
     def duplicate(
         self, timeout: float | None = None, *, max_blocks: int | None = None

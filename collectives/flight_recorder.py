@@ -7,15 +7,17 @@ of a call, and on SIGUSR1.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from . import _core
-from .errors import ConfigError
+from .errors import CollectiveError, ConfigError
 
 FORMAT = "collectives flight recorder"
 VERSION = 1
@@ -33,6 +35,40 @@ def dump_when_told(directory: str) -> None:
     _core.set_dump_directory(directory)
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         _core.dump_on_signal(signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def starting(directory: str, rank: int | None, size: int | None) -> Iterator[None]:
+    """While ranks meet: a dump says that this one is at it since when, and if it fails, with what
+    error, which names the ranks that came; then one is written.
+
+    directory   COLLECTIVES_DUMP, "" for none
+    rank, size  this rank and how many there shall be, where the environment says so
+    """
+    dump_when_told(directory)
+    if not directory:
+        yield
+        return
+    start: dict[str, Any] = {"begin": time.time()}
+    start |= {} if rank is None else {"rank": rank}
+    start |= {} if size is None else {"size": size}
+    _core.note_start(json.dumps(start))
+    try:
+        yield
+    except BaseException as error:
+        failure: dict[str, Any] = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "time": time.time(),
+        }
+        if isinstance(error, CollectiveError):
+            failure |= {} if error.peer is None else {"peer": error.peer}
+            if rank is None and error.rank is not None:
+                start["rank"] = error.rank
+        _core.note_start(json.dumps({**start, "error": failure}))
+        _core.dump_process(f"init failed: {error}")
+        raise
+    _core.note_start("")
 
 
 def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[str] = ".") -> None:

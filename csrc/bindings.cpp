@@ -444,6 +444,7 @@ PYBIND11_MODULE(_core, m) {
 
   // The flight recorder.
   m.def("set_dump_directory", &set_dump_directory);
+  m.def("note_start", &Recorder::note_start);
   m.def("dump_process", &dump_process, py::call_guard<WithoutGil>());
   m.def("dump_on_signal", &dump_on_signal);
 

@@ -157,6 +157,7 @@ struct Seen {
 struct Registry {
   std::mutex mutex;
   std::vector<const Recorder*> alive;
+  std::string start;  // JSON
 };
 Registry& registry() {
   static Registry* const one = new Registry;  // outlives everything: a dump may come at exit
@@ -335,19 +336,28 @@ std::string Recorder::json() const {
   return o.done();
 }
 
+void Recorder::note_start(const std::string& json) {
+  const std::lock_guard lock(registry().mutex);
+  registry().start = json;
+}
+
 std::string Recorder::process_json(const std::string& reason) {
   char host[256] = {};
   gethostname(host, sizeof host - 1);
   std::vector<std::string> parts;
+  std::string start;
   {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
+    start = all.start;
     for (const Recorder* recorder : all.alive) parts.push_back(recorder->json());
   }
   Object o;
   o.text("format", "collectives flight recorder").number("version", 1);
   o.text("host", host).number("pid", getpid()).seconds("time", unix_time());
-  o.text("reason", reason).raw("communicators", list(parts));
+  o.text("reason", reason);
+  if (!start.empty()) o.raw("start", start);
+  o.raw("communicators", list(parts));
   return o.done() + "\n";
 }
 

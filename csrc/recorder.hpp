@@ -97,6 +97,9 @@ class Recorder {
 
   // Every recorder of this process that is alive, as one JSON object.
   static std::string process_json(const std::string& reason);
+  // What this process knows of a start that is under way or has failed, as JSON, for the dumps that
+  // are written from now on; "" for nothing.
+  static void note_start(const std::string& json);
 
  private:
   enum class State { open, broken, closed };

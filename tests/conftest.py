@@ -12,6 +12,8 @@ import tempfile
 
 import pytest
 
+from collectives.bootstrap import listen
+
 # The package refuses COLLECTIVES_ names that it does not know, so the tests keep theirs under
 # another one. (The workers of pytest-xdist inherit it so.)
 if mpich := os.environ.pop("COLLECTIVES_TEST_MPICH", ""):
@@ -31,3 +33,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: the name of a test has an address in it")
+
+
+@pytest.fixture
+def port():
+    """A port that was free a moment ago: what a user picks for MASTER_PORT."""
+    with listen("127.0.0.1") as sock:
+        return sock.getsockname()[1]

@@ -551,13 +551,6 @@ def finish(processes):
     return ended
 
 
-@pytest.fixture
-def port():
-    """A port that was free a moment ago: what a user picks for MASTER_PORT."""
-    with listen(LOOPBACK) as sock:
-        return sock.getsockname()[1]
-
-
 def test_processes(port):
     code = """
     print(comm.all_gather(b"%d" % comm.rank))

@@ -12,12 +12,15 @@ from ..errors import ConfigError
 from ..flight_recorder import FORMAT, VERSION
 from .gpu_calls import GpuCalls
 from .records import Dump, age, call_in_words, size_in_words
+from .starts import starts_in_words
 
 _IN_IT = ("entered", "running")
 
 
 def read(paths: Iterable[str | Path]) -> list[Dump]:
-    """The communicators in some files. Raises ConfigError for a file that is no dump."""
+    """The communicators in some files, and the starts of processes (with "start") that are under
+    way or failed. Raises ConfigError for a file that is no dump.
+    """
     found: list[Dump] = []
     for path in paths:
         try:
@@ -32,9 +35,10 @@ def read(paths: Iterable[str | Path]) -> list[Dump]:
             raise ConfigError(
                 f"{path} is a dump of version {whole.get('version')}; this doctor reads {VERSION}"
             )
-        found += [
-            {**one, "host": whole["host"], "pid": whole["pid"]} for one in whole["communicators"]
-        ]
+        process = {"host": whole["host"], "pid": whole["pid"]}
+        found += [{**one, **process} for one in whole["communicators"]]
+        if "start" in whole:
+            found.append({"start": whole["start"], "time": whole["time"], **process})
     return found
 
 
@@ -53,9 +57,13 @@ def diagnose(dumps: Sequence[Dump]) -> list[str]:
 
 
 def judge(dumps: Sequence[Dump]) -> list[Diagnosis]:
-    """A sentence for each communicator: those with trouble first, the largest before its parts."""
+    """A sentence for each communicator: those with trouble first, the largest before its parts;
+    before them what is to say of ranks that did not come so far as to have one.
+    """
     groups: dict[str, dict[int, Dump]] = {}
     for dump in dumps:
+        if "start" in dump:
+            continue
         ranks = groups.setdefault(dump["name"], {})
         known = ranks.get(dump["rank"])
         if known is None or known["time"] < dump["time"]:
@@ -64,7 +72,9 @@ def judge(dumps: Sequence[Dump]) -> list[Diagnosis]:
         Diagnosis(name, group.size, group.trouble, group.sentence)
         for name, group in ((name, _Group(ranks)) for name, ranks in groups.items())
     ]
-    return sorted(judged, key=lambda one: (not one.trouble, -one.size))
+    judged.sort(key=lambda one: (not one.trouble, -one.size))
+    starts = [dump for dump in dumps if "start" in dump]
+    return [Diagnosis("", *starts_in_words(starts)), *judged] if starts else judged
 
 
 class _Group:
