@@ -175,6 +175,42 @@ def test_a_stopped_rank_may_take_as_long_as_the_deadline():
     assert judging._patience(whole.plan) == 0.15
 
 
+def continued(kind, *victim, **changes):
+    """The good round, but rank 1 was stopped and goes on; what it reports then."""
+    whole = killed(statuses=[0, 0, 0], **changes)
+    reports = [*whole.reports, *(Report(1, what, 14.0, facts) for what, facts in victim)]
+    plan_of_it = whole.plan._replace(kind=kind, timeout=1.5)
+    return whole._replace(plan=plan_of_it, reports=reports)
+
+
+LATE = ("raised", {"kind": "DeadlineError", "text": "rank 1 waited", "where": "call"})
+DONE = ("done", {})
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ([LATE], "rank 1 went on and did not come to its end"),
+        ([DONE], "rank 1 went on as if nothing had happened"),
+        ([LATE, DONE], ""),
+    ],
+)
+def test_who_was_stopped_for_too_long_hears_of_it_too(victim, words):
+    reports = [
+        r._replace(facts={**r.facts, "kind": "DeadlineError"}) if r.what == "raised" else r
+        for r in killed().reports
+    ]
+    found = judge(continued("sigcont", *victim, reports=reports), 1.0).violations
+    assert any(words in text for text in found) if words else found == [], found
+
+
+def test_a_pause_raises_nothing():
+    found = judge(continued("pause", DONE), 1.0).violations
+    assert len(found) == 2 and all("raised because of a pause" in text for text in found), found
+    calm = [r for r in killed().reports if r.what not in ("raised", "shrunk")]
+    assert judge(continued("pause", DONE, reports=calm), 1.0).violations == []
+
+
 def test_ranks_that_a_message_names():
     assert ranks_in("rank 3 died; ranks 0-2, 5 came, ranks 7 and 9 have not") == {
         3,

@@ -8,7 +8,20 @@ from typing import Any, NamedTuple
 from ..schedule import algorithms, why_unsupported
 
 # How a victim ends, or what else goes wrong.
-KINDS = ("sigkill", "exit", "raise", "sigstop", "close", "abort", "mismatch")
+KINDS = (
+    "sigkill",
+    "exit",  # os._exit: nothing of Python's end happens
+    "leave",  # Python ends, and nobody has called close
+    "raise",  # ... with an exception
+    "sigstop",
+    "sigcont",  # stopped until long after the deadline, and then it goes on
+    "pause",  # stopped for less than the deadline: nothing may come of it
+    "close",
+    "abort",
+    "mismatch",
+)
+# Seconds that a stopped rank stays so. The deadline of a "sigcont" is 1.5 s, that of a pause 20 s.
+STOPPED = {"sigcont": 3.5, "pause": 0.7}
 
 # When. What each moment means is in rank.py.
 MOMENTS = (
@@ -24,14 +37,14 @@ MOMENTS = (
 
 # What can happen when; the rest makes no sense (nobody aborts before there is a communicator).
 _POSSIBLE: dict[str, tuple[str, ...]] = {
-    "before init": ("sigkill", "exit", "raise", "sigstop"),
+    "before init": ("sigkill", "exit", "leave", "raise", "sigstop"),
     "in init": ("sigkill", "sigstop"),
-    "between calls": ("sigkill", "exit", "raise", "sigstop", "close", "abort", "mismatch"),
-    "in a call": ("sigkill", "exit", "sigstop", "abort"),
-    "queued calls": ("sigkill", "exit", "sigstop", "abort"),
-    "in a subgroup": ("sigkill", "raise", "sigstop", "abort"),
+    "between calls": KINDS,
+    "in a call": ("sigkill", "exit", "sigstop", "sigcont", "pause", "abort"),
+    "queued calls": ("sigkill", "exit", "sigstop", "sigcont", "abort"),
+    "in a subgroup": ("sigkill", "leave", "raise", "sigstop", "sigcont", "pause", "abort"),
     "in shrink": ("sigkill", "sigstop"),
-    "at close": ("sigkill", "exit", "raise", "sigstop"),
+    "at close": ("sigkill", "exit", "leave", "raise", "sigstop", "sigcont", "pause"),
 }
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
@@ -64,8 +77,8 @@ class Plan(NamedTuple):
 
     @property
     def deadly(self) -> bool:
-        """The victims do not come back."""
-        return self.kind not in ("abort", "mismatch")
+        """The victims do not come back to the others."""
+        return self.kind not in ("abort", "mismatch", "pause")
 
     @property
     def survivors(self) -> list[int]:
@@ -105,7 +118,7 @@ def draw(seed: int, number: int, ranks: int) -> Plan:
         # Moments last from a millisecond (shrink) to some tens (init, a large call).
         delay=rng.choice((0.0, rng.uniform(0, 0.004), rng.uniform(0, 0.04))),
         server=rng.choice(("rank 0", "apart")),
-        timeout=1.5 if kind == "sigstop" or moment in ("before init", "in init") else 20.0,
+        timeout=1.5 if kind in ("sigstop", "sigcont") or "init" in moment else 20.0,
         collective=collective,
         algorithm=rng.choice([None, *known]),
         elements=rng.choice(COUNTS),
