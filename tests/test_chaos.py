@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
+from launch import WORKERS
 
 from collectives.chaos import judging, plan
 from collectives.chaos.judging import judge, ranks_in
@@ -33,7 +35,7 @@ def test_a_seed_draws_the_same_rounds_again_and_others_from_another_seed():
 
 def test_every_fault_comes_at_every_moment_that_it_can():
     drawn = Counter((p.kind, p.moment) for p in (plan.draw(1, n, 4) for n in range(2000)))
-    possible = {(kind, m) for m, kinds in plan._POSSIBLE.items() for kind in kinds}
+    possible = {(kind, m) for m, kinds in plan.POSSIBLE.items() for kind in kinds}
     assert set(drawn) == possible
     assert {kind for kind, _ in possible} == set(plan.KINDS)
     algorithms = {plan.draw(1, n, 4).algorithm for n in range(2000)}
@@ -53,6 +55,29 @@ def test_some_rounds(tmp_path):
     assert len(figures["rounds"]) == 8
     assert figures["violations"] == 0
     assert sum(len(r["raised"]) for r in figures["rounds"]) > 4
+
+
+def every_fault(*arguments):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    command = [sys.executable, WORKERS / "every_fault.py", *arguments]
+    got = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert got.returncode == 0, got.stdout + got.stderr
+    return int(re.search(r"(\d+) rounds, 0 not as promised", got.stdout).group(1))
+
+
+@pytest.mark.faults
+def test_every_fault_at_every_moment_that_it_can_come_at():
+    assert every_fault("moments") > sum(len(kinds) for kinds in plan.POSSIBLE.values())
+
+
+@pytest.mark.faults
+def test_a_death_in_the_middle_of_a_call_of_every_algorithm():
+    assert every_fault("algorithms", "sigkill") > 30
+
+
+@pytest.mark.faults
+def test_a_rank_that_stops_in_the_middle_of_an_all_reduce_of_every_algorithm():
+    assert every_fault("algorithms", "sigstop", "all_reduce") > 5
 
 
 @pytest.mark.faults
