@@ -8,10 +8,12 @@ of a call, and on SIGUSR1.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -83,7 +85,10 @@ def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[st
 
 
 def write_dump(communicator: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes one communicator's dump as a file that the doctor reads."""
+    """Writes one communicator's dump as a file that the doctor reads, for this user alone (0600).
+
+    Raises ConfigError for a symbolic link: it may lead anywhere.
+    """
     whole = {
         "format": FORMAT,
         "version": VERSION,
@@ -93,6 +98,14 @@ def write_dump(communicator: dict[str, Any], path: str | os.PathLike[str]) -> No
         "reason": "dump() was called",
         "communicators": [communicator],
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a symbolic link: name the file itself") from error
+        raise
     with os.fdopen(descriptor, "w") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # it may have been there before
         json.dump(whole, file, indent=1)

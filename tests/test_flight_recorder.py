@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -166,6 +167,37 @@ def test_a_dump_as_a_file(tmp_path):
     dumps = read(cc.run_threads(3, body, timeout=20))
     assert [d["rank"] for d in dumps] == [0, 1, 2]
     assert len({d["name"] for d in dumps}) == 1
+
+
+def test_a_dump_follows_no_link_and_is_private(tmp_path):
+    link, other, known = tmp_path / "link", tmp_path / "other", tmp_path / "known"
+    other.write_text("untouched")
+    link.symlink_to(other)
+    known.touch(mode=0o644)
+    with cc.init("solo") as comm:
+        with pytest.raises(cc.ConfigError, match="is a symbolic link"):
+            comm.dump(link)
+        comm.dump(known)
+    assert other.read_text() == "untouched"
+    assert stat.S_IMODE(known.stat().st_mode) == 0o600
+
+
+def test_links_where_dumps_go_by_themselves_are_replaced(tmp_path):
+    """Somebody who can write there may have guessed the names."""
+    other = tmp_path / "other"
+    other.write_text("untouched")
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    name = f"collectives-{socket.gethostname()}-{os.getpid()}"
+    for end in (".part", ".json"):
+        (folder / (name + end)).symlink_to(other)
+    _core.set_dump_directory(str(folder))
+    try:
+        written = Path(_core.dump_process("a test"))
+    finally:
+        _core.set_dump_directory("")
+    assert written.name == name + ".json" and not written.is_symlink()
+    assert other.read_text() == "untouched" and len(list(folder.iterdir())) == 1
 
 
 def test_the_directory_must_be_there(tmp_path, monkeypatch):
