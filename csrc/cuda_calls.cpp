@@ -158,21 +158,21 @@ void DeviceCommunicator::Impl::follow(cudaStream_t next) {
   check_cuda(cudaStreamGetCaptureInfo(next, &status, &capture), "cudaStreamGetCaptureInfo");
   if (status != cudaStreamCaptureStatusActive) capture = 0;
   const bool same = next == last_stream;
-  if (capture == 0 && last_capture == 0) {
-    if (recorded && !same)
+  if (capture == 0) {
+    if (recorded && !(same && last_capture == 0))
       check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");
   } else if (capture != 0 && capture == last_capture && !same) {
     // Two branches of one graph: the second call waits for the first.
-    check_cuda(cudaEventRecord(last_event, last_stream), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");
+    check_cuda(cudaEventRecord(branch_event, last_stream), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(next, branch_event, 0), "cudaStreamWaitEvent");
   }
   last_stream = next;
   last_capture = capture;
 }
 
 void DeviceCommunicator::Impl::leave_mark(cudaStream_t used) {
-  recorded = last_capture == 0;
-  if (!recorded) return;
+  if (last_capture != 0) return;
+  recorded = true;
   check_cuda(cudaEventRecord(last_event, used), "cudaEventRecord");
   calls->mark();
 }

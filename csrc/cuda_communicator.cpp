@@ -40,7 +40,8 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
                     std::to_string(each * processors) +
                     " blocks of their kernels at a time: use fewer ranks or more GPUs");
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  check_cuda(cudaEventCreateWithFlags(&last_event, cudaEventDisableTiming), "cudaEventCreate");
+  for (cudaEvent_t* event : {&last_event, &branch_event})
+    check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
   void* pinned = nullptr;
   check_cuda(cudaHostAlloc(&pinned, sizeof(Control), cudaHostAllocMapped | cudaHostAllocPortable),
              "cudaHostAlloc");
@@ -73,7 +74,8 @@ void DeviceCommunicator::Impl::close() {
     if (control != nullptr) cudaFreeHost(control);
     control = nullptr;
   }
-  if (last_event != nullptr) cudaEventDestroy(last_event);
+  for (const cudaEvent_t event : {last_event, branch_event})
+    if (event != nullptr) cudaEventDestroy(event);
   if (stream != nullptr) cudaStreamDestroy(stream);
   cudaSetDevice(before);
 }
@@ -300,6 +302,7 @@ bool DeviceCommunicator::idle() {
   m.check(false);
   if (!m.recorded) return true;
   const OnDevice current(m.config.device);
+  const WhileCapturing relaxed;
   const std::uint64_t behind = m.calls->marked();
   const cudaError_t state = cudaEventQuery(m.last_event);
   if (state == cudaErrorNotReady) {

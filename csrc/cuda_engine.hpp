@@ -120,11 +120,12 @@ struct DeviceCommunicator::Impl {
   int blocks = 0;            // of kernels whose blocks speak with their like on all ranks
   int one_shot_blocks = 0;   // of one-shot kernels: as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
-  cudaStream_t stream = nullptr;  // private: set-up only
-  cudaEvent_t last_event = nullptr;
+  cudaStream_t stream = nullptr;       // private: set-up only
+  cudaEvent_t last_event = nullptr;    // behind the last call that was not captured
+  cudaEvent_t branch_event = nullptr;  // between branches of a graph
   cudaStream_t last_stream = nullptr;
   unsigned long long last_capture = 0;  // id of the capture that the last call went to, 0: none
-  bool recorded = false;
+  bool recorded = false;                // last_event is
   device::Control* control = nullptr;
   Home home = Home::device;  // of the arenas
   std::unique_ptr<device::Arenas> arenas;

@@ -284,3 +284,61 @@ def test_a_capture_that_is_never_launched_is_a_deadline_that_says_so() -> None:
 
     _, words = run_on(2, [0], body, timeout=6)
     assert "from rank 0" in words and "captured the call into a graph" in words, words
+
+
+def test_a_capture_does_not_hide_a_call_that_still_runs() -> None:
+    """`synchronize` waits for the calls before the capture; and during one it disturbs nothing."""
+    looked = threading.Event()
+
+    def body(comm: OnDevice) -> bool:
+        small, _ = ready(comm)
+        comm.comm.barrier()
+        idle = True
+        if comm.rank == 0:
+            with comm.stream:
+                comm.comm.all_reduce(small)  # waits for rank 1
+            other = cupy.cuda.Stream(non_blocking=True)
+            with other:
+                other.begin_capture()
+                comm.comm.all_reduce(small)
+                with pytest.raises(cc.DeadlineError):
+                    comm.comm.synchronize(0.01)
+                other.end_capture()
+            with pytest.raises(cc.DeadlineError):
+                comm.comm.synchronize(0.01)
+            idle = states(comm.comm.dump())[1] == "done"
+            looked.set()
+        else:
+            looked.wait(60)
+            with comm.stream:
+                comm.comm.all_reduce(small)
+        comm.finish()
+        return idle
+
+    assert run_on(2, [0], body, timeout=60)[0] is False
+
+
+def test_a_call_behind_a_capture_follows_the_calls_before_it() -> None:
+    """On another stream than those: kernels of one rank never run at the same time."""
+
+    def body(comm: OnDevice) -> float:
+        small, large = ready(comm)
+        host = np.ones(LARGE, np.float32)
+        comm.copy(large.data.ptr, host.ctypes.data, host.nbytes, 1)
+        comm.comm.barrier()
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        for _ in range(20):
+            with comm.stream:
+                comm.comm.all_reduce(large, "avg", algorithm="ring")
+            with streams[0]:
+                streams[0].begin_capture()
+                comm.comm.all_reduce(small)
+                streams[0].end_capture()
+            with streams[1]:
+                comm.comm.all_reduce(large, "avg", algorithm="ring")
+            streams[1].synchronize()
+        comm.finish()
+        comm.copy(host.ctypes.data, large.data.ptr, host.nbytes, 2)
+        return float(host.sum())
+
+    assert run_on(2, [0], body, timeout=60) == [float(LARGE)] * 2
