@@ -95,7 +95,8 @@ void DirectHost::raise_if_told(int q) {
 
 // Copies from rank q's memory: mapped here, or of another process.
 void DirectHost::fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull) {
-  if (bytes == 0 || to == from) return;
+  // Equal addresses are the same memory only in one process: those of forked ranks often are equal.
+  if (bytes == 0 || (to == from && (!pull || q == me_))) return;
   if (!pull || q == me_) return copy_bytes(to, from, bytes, nontemporal_);
   while (bytes != 0) {
     const iovec local{to, bytes}, remote{const_cast<std::byte*>(from), bytes};

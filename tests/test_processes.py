@@ -6,7 +6,10 @@ Each launch runs a large batch of checks (workers/battery.py), since starting ta
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import launch
 import pytest
@@ -31,6 +34,15 @@ def test_shared_memory(n):
 
 def test_shared_memory_from_the_queue():
     battery(3, "--how", "async", "--counts", "1,300,9000", transport="shm", least=150)
+
+
+def test_ranks_whose_arrays_have_the_same_addresses(port):
+    """As those of processes that were forked, or start without randomised addresses."""
+    command = [sys.executable, launch.WORKERS / "forked.py", "3", str(port)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    got = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert got.stdout.count(": right over shm\n") == 3, got.stdout
 
 
 def test_nodes_of_processes():
