@@ -23,8 +23,8 @@ from .calls import integer
 from .config import Settings
 from .connect import connect
 from .device import checked_blocks, view, wait_for
-from .errors import ArrayError, ClosedError, DeadlineError, UnsupportedError
-from .flight_recorder import dump_when_told, write_dump
+from .errors import ArrayError, ClosedError, CollectiveError, DeadlineError, UnsupportedError
+from .flight_recorder import dump_when_told, starting, write_dump
 from .group import Group
 from .movements import Movements
 from .point_to_point import PointToPoint
@@ -152,7 +152,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         """The communicator of the ranks of an mpi4py communicator (or of a part of one). Collective
         over it. Arguments as for `init`.
         """
-        return cls(detect(comm, timeout=timeout), Settings(), max_blocks=max_blocks)
+        settings = Settings()
+        with starting(settings.dump, None, None):
+            return cls(detect(comm, timeout=timeout), settings, max_blocks=max_blocks)
 
     def duplicate(
         self, timeout: float | None = None, *, max_blocks: int | None = None
@@ -184,13 +186,14 @@ class Communicator(Reductions, Movements, PointToPoint):
 
         Works wherever all ranks share memory: as threads, as processes of one host however they
         met, and under mpirun where the MPI lets ranks outlive another. Raises UnsupportedError
-        between hosts after a failure: an MPI communicator does not outlive a rank.
+        between nodes after a failure: an MPI communicator does not outlive a rank. A part that is
+        on one node still can.
         """
         if self._closed:
             raise ClosedError("this communicator is closed", rank=self.rank)
         seconds = self._bootstrap.timeout if timeout is None else timeout
         if self.size > 1 and self._core.council is None:
-            return self._shrink_over_mpi()
+            return self._shrink_over_mpi(seconds)
         if not self._core.drain(seconds):
             raise DeadlineError(
                 f"shrink: {self._core.queued} asynchronous calls are not done after {seconds:g} s",
@@ -211,16 +214,22 @@ class Communicator(Reductions, Movements, PointToPoint):
             self._core.abort(f"ranks {members} went on without the others (shrink)")
         return made
 
-    def _shrink_over_mpi(self) -> Communicator:
+    def _shrink_over_mpi(self, seconds: float) -> Communicator:
         why = self._core.why_broken
-        if why:
-            raise UnsupportedError(
-                f"shrink: the ranks are on several nodes and met through {self._bootstrap.kind}, "
-                "and an MPI communicator does not outlive a failure; start the job again from its "
-                f"last checkpoint (what failed: {why})",
-                rank=self.rank,
-            )
-        return self.duplicate()
+        if not why:
+            try:  # somebody may have died, and this rank not have noticed
+                self._bootstrap.all_gather(b"", timeout=seconds, what="shrink")
+                return self.duplicate()
+            except CollectiveError as error:
+                why = str(error)
+        raise UnsupportedError(
+            f"shrink: the ranks are on several nodes, and met through {self._bootstrap.kind}. "
+            "Between nodes MPI carries everything, and an MPI communicator "
+            "does not outlive a rank: MPI's extension for that, ULFM, is not used. Start the job "
+            "again from its last checkpoint; a communicator of one node, if the program has one "
+            f"(comm.split(comm.node), made before), can be shrunk (what failed: {why})",
+            rank=self.rank,
+        )
 
     def _nodes_of(self, members: Sequence[int]) -> list[int]:
         """Node of each of some ranks, numbered from 0."""

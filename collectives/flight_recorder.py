@@ -7,15 +7,19 @@ of a call, and on SIGUSR1.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
 import socket
+import stat
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from . import _core
-from .errors import ConfigError
+from .errors import CollectiveError, ConfigError
 
 FORMAT = "collectives flight recorder"
 VERSION = 1
@@ -35,6 +39,40 @@ def dump_when_told(directory: str) -> None:
         _core.dump_on_signal(signal.SIGUSR1)
 
 
+@contextlib.contextmanager
+def starting(directory: str, rank: int | None, size: int | None) -> Iterator[None]:
+    """While ranks meet: a dump says that this one is at it since when, and if it fails, with what
+    error, which names the ranks that came; then one is written.
+
+    directory   COLLECTIVES_DUMP, "" for none
+    rank, size  this rank and how many there shall be, where the environment says so
+    """
+    dump_when_told(directory)
+    if not directory:
+        yield
+        return
+    start: dict[str, Any] = {"begin": time.time()}
+    start |= {} if rank is None else {"rank": rank}
+    start |= {} if size is None else {"size": size}
+    _core.note_start(json.dumps(start))
+    try:
+        yield
+    except BaseException as error:
+        failure: dict[str, Any] = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "time": time.time(),
+        }
+        if isinstance(error, CollectiveError):
+            failure |= {} if error.peer is None else {"peer": error.peer}
+            if rank is None and error.rank is not None:
+                start["rank"] = error.rank
+        _core.note_start(json.dumps({**start, "error": failure}))
+        _core.dump_process(f"init failed: {error}")
+        raise
+    _core.note_start("")
+
+
 def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[str] = ".") -> None:
     """From now on, signal `number` makes this process write what its flight recorders hold to
     `directory`, as collectives-HOST-PID.json. It replaces the signal's handler.
@@ -47,7 +85,10 @@ def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[st
 
 
 def write_dump(communicator: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes one communicator's dump as a file that the doctor reads."""
+    """Writes one communicator's dump as a file that the doctor reads, for this user alone (0600).
+
+    Raises ConfigError for a symbolic link: it may lead anywhere.
+    """
     whole = {
         "format": FORMAT,
         "version": VERSION,
@@ -57,6 +98,14 @@ def write_dump(communicator: dict[str, Any], path: str | os.PathLike[str]) -> No
         "reason": "dump() was called",
         "communicators": [communicator],
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a symbolic link: name the file itself") from error
+        raise
     with os.fdopen(descriptor, "w") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # it may have been there before
         json.dump(whole, file, indent=1)

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .bootstrap import Threads, detect
+from .bootstrap import Threads, claimed, detect
 from .communicator import Communicator
 from .config import Settings
 from .errors import CollectiveError
+from .flight_recorder import starting
 
 
 def init(source: Any = None, *, timeout: float | None = None, max_blocks: int = 0) -> Communicator:
@@ -28,7 +29,8 @@ def init(source: Any = None, *, timeout: float | None = None, max_blocks: int = 
     another job.
     """
     settings = Settings()
-    return Communicator(detect(source, timeout=timeout), settings, max_blocks=max_blocks)
+    with starting(settings.dump, *claimed(os.environ, settings)):
+        return Communicator(detect(source, timeout=timeout), settings, max_blocks=max_blocks)
 
 
 def from_mpi(comm: Any, *, timeout: float | None = None, max_blocks: int = 0) -> Communicator:

@@ -444,6 +444,7 @@ PYBIND11_MODULE(_core, m) {
 
   // The flight recorder.
   m.def("set_dump_directory", &set_dump_directory);
+  m.def("note_start", &Recorder::note_start);
   m.def("dump_process", &dump_process, py::call_guard<WithoutGil>());
   m.def("dump_on_signal", &dump_on_signal);
 
@@ -519,7 +520,7 @@ PYBIND11_MODULE(_core, m) {
       .def("watch_peers", &Communicator::watch_peers)
       .def("drain", &Communicator::drain, py::call_guard<WithoutGil>())
       .def_property_readonly("council", &Communicator::council)
-      .def("dump", [](const Communicator& c) { return c.recorder().json(); })
+      .def("dump", [](const Communicator& c) { return c.recorder()->json(); })
       .def("forget_plans", &Communicator::forget_plans)
       .def("intern", &Communicator::intern)
       .def("define", &Communicator::define)
@@ -624,6 +625,7 @@ PYBIND11_MODULE(_core, m) {
       .def("open_array", &DeviceCommunicator::open_array, Unlocked())
       .def("caller",
            [](std::shared_ptr<DeviceCommunicator> device, CommunicatorPtr comm) {
+             device->record_to(comm->recorder());
              return py::reinterpret_steal<py::object>(
                  make_device_call(std::move(comm), std::move(device)));
            })

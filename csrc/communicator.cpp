@@ -167,7 +167,7 @@ Communicator::Communicator(CommunicatorConfig config)
   const Waiter::Manner manner{config_.tuning.spins, config_.tuning.crowded, config_.mpi != nullptr};
   waiter_ = std::make_unique<Waiter>(*this, doorbell, manner);
   p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, manner);
-  recorder_ = std::make_unique<Recorder>(Recorder::Identity{
+  recorder_ = std::make_shared<Recorder>(Recorder::Identity{
       config_.name, config_.rank, config_.nranks, transports(), config_.timeout_s});
   engine_ = std::make_unique<HostEngine>(*waiter_);
   groups_are_nodes_ = parted_alike(config_.group, config_.node);
@@ -348,8 +348,7 @@ void Communicator::execute(const Call& call, const Options& options) {
 }
 
 void Communicator::note_error(const char* kind, const std::string& text, int peer) {
-  recorder_->error(kind, text, peer);
-  dump_process(std::string{kind} + ": " + text);
+  recorder_->report(kind, text, peer);
 }
 
 void Communicator::run_recorded(const Call& call, const Options& options) {

@@ -168,7 +168,7 @@ class Communicator : public Watch {
   bool drain(double seconds);
   // What ranks settle when calls no longer work; none unless all ranks share a region.
   std::shared_ptr<Council> council() const { return council_; }
-  const Recorder& recorder() const { return *recorder_; }
+  const std::shared_ptr<Recorder>& recorder() const { return recorder_; }
 
   // Installed by the bindings: the GIL is given up while a wait is slow, and signals are looked at.
   // Plain pointers: threads may still wait while the process ends and destroys its objects.
@@ -320,7 +320,7 @@ class Communicator : public Watch {
 
   std::shared_ptr<Liveness> liveness_;  // none without a region
   std::shared_ptr<Council> council_;
-  std::unique_ptr<Recorder> recorder_;
+  std::shared_ptr<Recorder> recorder_;
   std::mutex poll_mutex_;
   std::chrono::steady_clock::time_point last_poll_{};
   int closed_seen_ = 0;

@@ -143,7 +143,13 @@ void Communicator::enter_device_call() {
 
 void Communicator::look() {
   if (broken_) throw Error(ErrorKind::aborted, broken_reason());
-  if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " works on its GPU");
+  if (!told_to_stop()) return;
+  try {
+    raise_told("rank " + std::to_string(config_.rank) + " works on its GPU");
+  } catch (const Error& error) {
+    note_error(name_of(error.kind()), error.what(), error.peer());
+    throw;
+  }
 }
 
 // Ranks that make the same calls in the same order put their k-th call on the GPU after the same

@@ -158,21 +158,23 @@ void DeviceCommunicator::Impl::follow(cudaStream_t next) {
   check_cuda(cudaStreamGetCaptureInfo(next, &status, &capture), "cudaStreamGetCaptureInfo");
   if (status != cudaStreamCaptureStatusActive) capture = 0;
   const bool same = next == last_stream;
-  if (capture == 0 && last_capture == 0) {
-    if (recorded && !same)
+  if (capture == 0) {
+    if (recorded && !(same && last_capture == 0))
       check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");
   } else if (capture != 0 && capture == last_capture && !same) {
     // Two branches of one graph: the second call waits for the first.
-    check_cuda(cudaEventRecord(last_event, last_stream), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");
+    check_cuda(cudaEventRecord(branch_event, last_stream), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(next, branch_event, 0), "cudaStreamWaitEvent");
   }
   last_stream = next;
   last_capture = capture;
 }
 
 void DeviceCommunicator::Impl::leave_mark(cudaStream_t used) {
-  recorded = last_capture == 0;
-  if (recorded) check_cuda(cudaEventRecord(last_event, used), "cudaEventRecord");
+  if (last_capture != 0) return;
+  recorded = true;
+  check_cuda(cudaEventRecord(last_event, used), "cudaEventRecord");
+  calls->mark();
 }
 
 std::size_t PreparedHash::operator()(const PreparedKey& key) const {
@@ -222,10 +224,14 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
   Prepared& made = ready(call, options);
   last_signature = made.signature;
   follow(used);
+  CallRecord* const record =
+      calls->begin(call, made.signature.count, made.recorded_as, options.order, last_capture != 0);
   const auto launch = [&](auto& c, auto kernel) {
     c.input = reinterpret_cast<const unsigned char*>(call.input);
     c.output = reinterpret_cast<unsigned char*>(call.output);
-    check_cuda(static_cast<cudaError_t>(kernel(c, made.grid, used)), "launching a kernel");
+    const auto launched = static_cast<cudaError_t>(kernel(c, made.grid, used));
+    if (launched != cudaSuccess) Recorder::end_transfer(record, CallState::failed);
+    check_cuda(launched, "launching a kernel");
   };
   if (auto* one_shot = std::get_if<OneShotCall>(&made.call))
     launch(*one_shot, launch_one_shot);
@@ -245,6 +251,7 @@ Prepared DeviceCommunicator::Impl::prepare(const Call& call, const DeviceOptions
   Prepared made;
   const DirectPath direct = direct_path(call, options);
   made.signature = sign(call, options, direct);
+  made.recorded_as = recorder->gpu_algorithm(options.algorithm);
   const Signature& signature = made.signature;
   const std::uint64_t hash = signature.hash();
   CallHead head{};

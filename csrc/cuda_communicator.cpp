@@ -41,7 +41,8 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
                     std::to_string(each * processors) +
                     " blocks of their kernels at a time: use fewer ranks or more GPUs");
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  check_cuda(cudaEventCreateWithFlags(&last_event, cudaEventDisableTiming), "cudaEventCreate");
+  for (cudaEvent_t* event : {&last_event, &branch_event})
+    check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
   void* pinned = nullptr;
   check_cuda(cudaHostAlloc(&pinned, sizeof(Control), cudaHostAllocMapped | cudaHostAllocPortable),
              "cudaHostAlloc");
@@ -74,7 +75,8 @@ void DeviceCommunicator::Impl::close() {
     if (control != nullptr) cudaFreeHost(control);
     control = nullptr;
   }
-  if (last_event != nullptr) cudaEventDestroy(last_event);
+  for (const cudaEvent_t event : {last_event, branch_event})
+    if (event != nullptr) cudaEventDestroy(event);
   if (stream != nullptr) cudaStreamDestroy(stream);
   cudaSetDevice(before);
 }
@@ -83,19 +85,30 @@ void DeviceCommunicator::Impl::close() {
 
 void DeviceCommunicator::Impl::check(bool before_call) {
   if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
-  if (*static_cast<volatile u32*>(&control->record.state) != 0) {
-    std::atomic_thread_fence(std::memory_order_acquire);
-    std::lock_guard lock(reason_mutex);
-    raise_record(control->record, config.rank, last_signature.describe(), abort_reason);
-  }
+  const bool gave_up = *static_cast<volatile u32*>(&control->record.state) != 0;
   const auto why = static_cast<Leave>(*static_cast<volatile u32*>(&control->abort));
   // A peer that has ended is no matter if all calls with it have.
-  if (why == Leave::none || (why == Leave::peer_died && !before_call)) return;
+  if (!gave_up && (why == Leave::none || (why == Leave::peer_died && !before_call))) return;
+  try {
+    raise(gave_up, why);
+  } catch (const Error& error) {
+    if (calls != nullptr && !reported.exchange(true)) {
+      calls->failed(gave_up ? control->record.epoch - kMeetings : 0);
+      recorder->report(name_of(error.kind()), error.what(), error.peer());
+    }
+    throw;
+  }
+}
+
+void DeviceCommunicator::Impl::raise(bool gave_up, Leave why) {
+  std::atomic_thread_fence(std::memory_order_acquire);
   std::lock_guard lock(reason_mutex);
+  if (gave_up)
+    raise_record(control->record, config.rank, last_signature.describe(), {abort_reason, dead});
   throw Error(why == Leave::peer_died ? ErrorKind::peer_died
               : why == Leave::differ  ? ErrorKind::mismatch
                                       : ErrorKind::aborted,
-              abort_reason);
+              abort_reason, dead);
 }
 
 // Called by the watch's thread. Kernels that wait for the dead rank leave, and so do those that
@@ -103,6 +116,7 @@ void DeviceCommunicator::Impl::check(bool before_call) {
 void DeviceCommunicator::Impl::died(int rank, pid_t process) {
   std::lock_guard lock(reason_mutex);
   if (control == nullptr || !abort_reason.empty()) return;
+  dead = rank;
   abort_reason = "the process of rank " + std::to_string(rank) + " (pid " +
                  std::to_string(process) + ") ended";
   *static_cast<volatile u32*>(&control->abort) = static_cast<u32>(Leave::peer_died);
@@ -264,6 +278,11 @@ void DeviceCommunicator::meet() {
                        : ""));
 }
 
+void DeviceCommunicator::record_to(std::shared_ptr<Recorder> recorder) {
+  impl_->calls = &recorder->gpu();
+  impl_->recorder = std::move(recorder);
+}
+
 void DeviceCommunicator::define(const std::string& algorithm, const Schedule& schedule) {
   impl_->prepared.clear();
   impl_->defined[{algorithm, schedule.collective}][schedule.world.root] = schedule;
@@ -284,13 +303,17 @@ bool DeviceCommunicator::idle() {
   m.check(false);
   if (!m.recorded) return true;
   const OnDevice current(m.config.device);
+  const WhileCapturing relaxed;
+  const std::uint64_t behind = m.calls->marked();
   const cudaError_t state = cudaEventQuery(m.last_event);
   if (state == cudaErrorNotReady) {
     cudaGetLastError();
+    m.calls->not_done(behind);
     return false;
   }
   check_cuda(state, "a kernel");
   m.check(false);
+  m.calls->done(behind);
   return true;
 }
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -64,6 +65,7 @@ struct Prepared {
   std::variant<PlanCall, OneShotCall, TwoShotCall, ExchangeCall> call;
   int grid = 1;
   Signature signature;
+  int recorded_as = -1;  // the algorithm's number in the flight recorder
 };
 // What it depends on.
 struct PreparedKey {
@@ -88,6 +90,7 @@ struct DeviceCommunicator::Impl {
   void died(int rank, pid_t process);
   // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
   void check(bool before_call);
+  [[noreturn]] void raise(bool gave_up, device::Leave why);
   const device::Uploaded& uploaded(const ProgramKey& key);
   // Registered arrays that the call is on and that were freed.
   void forget_freed(const Call& call);
@@ -117,11 +120,12 @@ struct DeviceCommunicator::Impl {
   int blocks = 0;  // of kernels whose blocks speak with their like on all ranks
   device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
-  cudaStream_t stream = nullptr;  // private: set-up only
-  cudaEvent_t last_event = nullptr;
+  cudaStream_t stream = nullptr;       // private: set-up only
+  cudaEvent_t last_event = nullptr;    // behind the last call that was not captured
+  cudaEvent_t branch_event = nullptr;  // between branches of a graph
   cudaStream_t last_stream = nullptr;
   unsigned long long last_capture = 0;  // id of the capture that the last call went to, 0: none
-  bool recorded = false;
+  bool recorded = false;                // last_event is
   device::Control* control = nullptr;
   Home home = Home::device;  // of the arenas
   std::unique_ptr<device::Arenas> arenas;
@@ -143,7 +147,11 @@ struct DeviceCommunicator::Impl {
   std::uint64_t scratch_bytes = 0;
   std::mutex reason_mutex;
   std::string abort_reason;
+  int dead = -1;  // the rank whose process ended, if that is the reason
+  std::atomic<bool> reported{false};
   bool closed = false;
+  std::shared_ptr<Recorder> recorder;
+  GpuCalls* calls = nullptr;                    // the recorder's
   std::unique_ptr<device::ProcessWatch> watch;  // of the ranks that are other processes
 };
 

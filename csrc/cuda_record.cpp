@@ -10,10 +10,9 @@ Leave cause_of(const Record& record) {
   return leave == Leave::peer_left ? static_cast<Leave>(record.seen) : leave;
 }
 
-void raise_record(const Record& r, int rank, const std::string& last_call,
-                  const std::string& abort_reason) {
+void raise_record(const Record& r, int rank, const std::string& last_call, const Told& told) {
   const auto leave = static_cast<Leave>(r.leave);
-  std::string text = "on the GPU, in call " + std::to_string(r.epoch) + " of rank " +
+  std::string text = "on the GPU, in call " + std::to_string(r.epoch - kMeetings) + " of rank " +
                      std::to_string(rank) + " (the last was " + last_call + "): ";
   const std::string peer = "rank " + std::to_string(r.peer);
   if (leave == Leave::mismatch) {
@@ -56,9 +55,12 @@ void raise_record(const Record& r, int rank, const std::string& last_call,
     where += ", seen " + std::to_string(r.seen) + ", expected " + std::to_string(r.expected);
   switch (leave) {
     case Leave::deadline:
-      throw Error(ErrorKind::deadline, text + "waited " + std::to_string(r.waited_ns / 1000000) +
-                                           " ms" + " for " + where +
-                                           ". It died, is late, or calls with arrays on the host");
+      throw Error(ErrorKind::deadline,
+                  text + "waited " + std::to_string(r.waited_ns / 1000000) + " ms" + " for " +
+                      where +
+                      ". It died, is late, calls with arrays on the host, or has captured the "
+                      "call into a graph and not launched that",
+                  r.peer);
     case Leave::peer_left: {
       const auto his = static_cast<Leave>(r.seen);
       text += peer + " gave up: ";
@@ -76,13 +78,13 @@ void raise_record(const Record& r, int rank, const std::string& last_call,
     }
     case Leave::differ:
       throw Error(ErrorKind::mismatch,
-                  text + "left while it waited for " + where + ": " + abort_reason);
+                  text + "left while it waited for " + where + ": " + told.reason);
     case Leave::peer_died:
       throw Error(ErrorKind::peer_died,
-                  text + "left while it waited for " + where + ": " + abort_reason);
+                  text + "left while it waited for " + where + ": " + told.reason, told.dead);
     default:
       throw Error(ErrorKind::aborted,
-                  text + "aborted while it waited for " + where + ": " + abort_reason);
+                  text + "aborted while it waited for " + where + ": " + told.reason);
   }
 }
 

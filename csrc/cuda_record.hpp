@@ -9,8 +9,16 @@ namespace collectives::device {
 
 // What began it: the reason of the peer that gave up first, if one did.
 Leave cause_of(const Record& record);
-// `last_call`: the call that this rank made last, in words; `abort_reason`: why its host said so.
+// Kernels that ran before a rank's first call: the ranks' first meeting.
+inline constexpr u64 kMeetings = 1;
+
+// Why this rank's host ended its kernels, and the rank that died, if that is why.
+struct Told {
+  const std::string& reason;
+  int dead;
+};
+// `last_call`: the call that this rank made last, in words.
 [[noreturn]] void raise_record(const Record& record, int rank, const std::string& last_call,
-                               const std::string& abort_reason);
+                               const Told& told);
 
 }  // namespace collectives::device

@@ -19,6 +19,7 @@
 #include "errors.hpp"
 #include "layout.hpp"
 #include "plan.hpp"
+#include "recorder.hpp"
 
 namespace collectives {
 
@@ -90,6 +91,9 @@ class DeviceCommunicator {
   // From then on it is used as a symmetric buffer is, until release_segment().
   std::string export_array(std::uintptr_t address, std::uint64_t bytes, std::string* why);
   void open_array(std::uint64_t id, std::uint64_t bytes, const std::vector<std::string>& handles);
+
+  // Before the first call: where calls and errors are noted.
+  void record_to(std::shared_ptr<Recorder> recorder);
 
   // The schedule of an algorithm that the registry does not know.
   void define(const std::string& algorithm, const Schedule& schedule);

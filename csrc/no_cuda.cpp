@@ -28,6 +28,7 @@ void DeviceCommunicator::open(const std::vector<std::string>&, int) { refuse(); 
 void DeviceCommunicator::probe_write() { refuse(); }
 std::string DeviceCommunicator::probe_check() { refuse(); }
 void DeviceCommunicator::meet() { refuse(); }
+void DeviceCommunicator::record_to(std::shared_ptr<Recorder>) { refuse(); }
 void DeviceCommunicator::define(const std::string&, const Schedule&) { refuse(); }
 bool DeviceCommunicator::keeps_lines() const { refuse(); }
 void DeviceCommunicator::use_lines(bool) { refuse(); }

@@ -101,6 +101,8 @@ const char* name_of(CallState state) {
   switch (state) {
     case CallState::entered:
       return "entered";
+    case CallState::captured:
+      return "captured";
     case CallState::running:
       return "running";
     case CallState::done:
@@ -155,6 +157,7 @@ struct Seen {
 struct Registry {
   std::mutex mutex;
   std::vector<const Recorder*> alive;
+  std::string start;  // JSON
 };
 Registry& registry() {
   static Registry* const one = new Registry;  // outlives everything: a dump may come at exit
@@ -225,6 +228,21 @@ void Recorder::name_algorithm(std::size_t number, const std::string& name) {
   algorithms_[number] = name;
 }
 
+GpuCalls& Recorder::gpu() {
+  const std::lock_guard lock(mutex_);
+  if (gpu_ == nullptr) gpu_ = std::make_unique<GpuCalls>();
+  return *gpu_;
+}
+
+int Recorder::gpu_algorithm(const std::string& name) {
+  if (name.empty()) return -1;  // a barrier
+  const std::lock_guard lock(mutex_);
+  const auto at = std::find(gpu_algorithms_.begin(), gpu_algorithms_.end(), name);
+  if (at != gpu_algorithms_.end()) return static_cast<int>(at - gpu_algorithms_.begin());
+  gpu_algorithms_.push_back(name);
+  return static_cast<int>(gpu_algorithms_.size()) - 1;
+}
+
 std::string Recorder::describe_current() const {
   Seen r;
   if (!r.read(*current_)) return "";
@@ -238,13 +256,16 @@ std::string Recorder::describe_current() const {
   return text;
 }
 
-// Oldest first. The mutex is held by the caller.
-std::string Recorder::records(const std::array<CallRecord, kCalls>& ring) const {
+std::string Recorder::records(const std::array<CallRecord, kCalls>& ring,
+                              const std::vector<std::string>& algorithms,
+                              const GpuCalls* outcomes) const {
   const Clock clock;
   std::vector<Seen> seen;
   for (const CallRecord& record : ring) {
     Seen r{};
-    if (r.read(record)) seen.push_back(r);
+    if (!r.read(record)) continue;
+    if (outcomes != nullptr) r.state = outcomes->outcome(r.sequence, r.state);
+    seen.push_back(r);
   }
   std::sort(seen.begin(), seen.end(),
             [](const Seen& a, const Seen& b) { return a.sequence < b.sequence; });
@@ -263,8 +284,8 @@ std::string Recorder::records(const std::array<CallRecord, kCalls>& ring) const 
       if (reduces(collective)) o.text("op", std::string{name_of(static_cast<Op>(r.op))});
       if (rooted(collective)) o.number("root", r.peer);
       if (static_cast<Order>(r.order) == Order::rank) o.text("order", "rank");
-      if (r.algorithm >= 0 && static_cast<std::size_t>(r.algorithm) < algorithms_.size())
-        o.text("algorithm", algorithms_[r.algorithm]);
+      if (r.algorithm >= 0 && static_cast<std::size_t>(r.algorithm) < algorithms.size())
+        o.text("algorithm", algorithms[r.algorithm]);
     }
     o.text("state", name_of(r.state)).seconds("begin", clock.of(r.begin));
     if (r.end != 0) o.seconds("end", clock.of(r.end));
@@ -283,7 +304,8 @@ std::string Recorder::json() const {
   o.text("state", states[static_cast<int>(state_.load(std::memory_order_relaxed))]);
   o.seconds("time", unix_time());
   Seen now;
-  const bool inside = now.read(*current_) && now.state <= CallState::running;
+  const bool inside =
+      now.read(*current_) && (now.state == CallState::entered || now.state == CallState::running);
   if (inside && waiting_.phase != nullptr && waiting_.sequence == now.sequence) {
     Object w;
     w.count("sequence", waiting_.sequence).text("for", waiting_.phase);
@@ -301,23 +323,41 @@ std::string Recorder::json() const {
     if (error_peer_ >= 0) e.number("peer", error_peer_);
     o.raw("error", e.done());
   }
-  o.raw("calls", records(calls_)).raw("transfers", records(transfers_));
+  o.raw("calls", records(calls_, algorithms_)).raw("transfers", records(transfers_, {}));
+  if (gpu_ != nullptr) {
+    o.raw("gpu_calls", records(gpu_->calls(), gpu_algorithms_, gpu_.get()));
+    if (gpu_->broken()) o.raw("gpu_broken", "true");
+    if (const std::uint64_t call = gpu_->waits_for(); call != 0) {
+      Object w;
+      w.count("sequence", call).seconds("since", Clock().of(gpu_->waits_since()));
+      o.raw("gpu_waiting", w.done());
+    }
+  }
   return o.done();
+}
+
+void Recorder::note_start(const std::string& json) {
+  const std::lock_guard lock(registry().mutex);
+  registry().start = json;
 }
 
 std::string Recorder::process_json(const std::string& reason) {
   char host[256] = {};
   gethostname(host, sizeof host - 1);
   std::vector<std::string> parts;
+  std::string start;
   {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
+    start = all.start;
     for (const Recorder* recorder : all.alive) parts.push_back(recorder->json());
   }
   Object o;
   o.text("format", "collectives flight recorder").number("version", 1);
   o.text("host", host).number("pid", getpid()).seconds("time", unix_time());
-  o.text("reason", reason).raw("communicators", list(parts));
+  o.text("reason", reason);
+  if (!start.empty()) o.raw("start", start);
+  o.raw("communicators", list(parts));
   return o.done() + "\n";
 }
 

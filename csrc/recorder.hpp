@@ -5,8 +5,6 @@
 // before a dump is asked for. Begin and end of a call are read from the cycle counter.
 #pragma once
 
-#include <pthread.h>
-
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -15,51 +13,22 @@
 #include <string>
 #include <vector>
 
-#include "layout.hpp"
-#include "plan.hpp"
-#include "types.hpp"
+#include "call_record.hpp"
+#include "gpu_calls.hpp"
 #include "wait.hpp"
 
 namespace collectives {
 
-// Counts up at a constant rate; the recorder finds out how fast.
-inline std::uint64_t ticks() {
-#if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
-#elif defined(__aarch64__)
-  std::uint64_t t;
-  asm volatile("mrs %0, cntvct_el0" : "=r"(t));
-  return t;
-#else
-  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
-#endif
-}
-
-enum class CallState : std::uint8_t {
-  empty,
-  entered,  // by this rank
-  running,  // all ranks are in it, with the same arguments
-  done,
-  failed,
-};
-
-struct alignas(64) CallRecord {
-  std::atomic<std::uint64_t> sequence;  // of the communicator's calls, from 1; 0: nothing here
-  std::atomic<std::uint64_t> begin, end;
-  std::atomic<std::uint64_t> count;
-  std::atomic<std::uint64_t> thread;
-  std::atomic<std::int32_t> peer;  // the root; of a send or recv the other rank
-  std::atomic<std::uint32_t> tag;
-  std::atomic<std::int16_t> algorithm;
-  std::atomic<std::uint8_t> collective, dtype, op, order;
-  std::atomic<CallState> state;
-};
-static_assert(sizeof(CallRecord) == 64);
+// Where dumps go by themselves: a directory, "" for nowhere.
+void set_dump_directory(const std::string& directory);
+// Writes Recorder::process_json() to a file of its own in that directory; "" if there is none, or
+// it cannot be written (an error that is being reported must not be replaced by another).
+std::string dump_process(const std::string& reason) noexcept;
 
 class Recorder {
  public:
-  static constexpr std::size_t kCalls = 128;          // 8 KiB: a quarter of a first-level cache
-  static constexpr std::uint64_t kTimedCount = 1024;  // elements from which calls have an end
+  static constexpr std::size_t kCalls = kRecords;
+  static constexpr std::uint64_t kTimedCount = 1024;       // elements from which calls have an end
   static constexpr std::uint8_t kSend = 254, kRecv = 255;  // beside the numbers of collectives
 
   // What does not change, and the name that all ranks give this communicator.
@@ -79,16 +48,7 @@ class Recorder {
     constexpr auto plain = std::memory_order_relaxed;
     CallRecord& r = calls_[sequence % kCalls];
     current_ = &r;
-    r.begin.store(ticks(), plain);
-    r.end.store(0, plain);
-    r.count.store(call.count, plain);
-    r.thread.store(static_cast<std::uint64_t>(pthread_self()), plain);
-    r.peer.store(call.root, plain);
-    r.algorithm.store(static_cast<std::int16_t>(algorithm), plain);
-    r.collective.store(static_cast<std::uint8_t>(call.collective), plain);
-    r.dtype.store(static_cast<std::uint8_t>(call.dtype), plain);
-    r.op.store(static_cast<std::uint8_t>(call.op), plain);
-    r.order.store(static_cast<std::uint8_t>(order), plain);
+    r.describe(call, call.count, algorithm, order);
     r.state.store(CallState::entered, plain);
     r.sequence.store(sequence, std::memory_order_release);
   }
@@ -111,11 +71,21 @@ class Recorder {
                        std::uint32_t tag);
   static void end_transfer(CallRecord* record, CallState state);
 
+  // The ring of calls on GPU arrays; made when first asked for.
+  GpuCalls& gpu();
+  // The number of an algorithm's name in that ring.
+  int gpu_algorithm(const std::string& name);
+
   // From slow waits.
   void waits() { waited_.store(true, std::memory_order_relaxed); }
   void waiting(const Where& where, std::chrono::steady_clock::time_point since);
   // The first error that left the ranks out of step, or the last one.
   void error(const char* kind, const std::string& text, int peer);
+  // An error that somebody is told of: kept, and dumped where dumps go.
+  void report(const char* kind, const std::string& text, int peer) {
+    error(kind, text, peer);
+    dump_process(std::string{kind} + ": " + text);
+  }
   void name_algorithm(std::size_t number, const std::string& name);
   void closed() { state_.store(State::closed, std::memory_order_relaxed); }
   void broken() { state_.store(State::broken, std::memory_order_relaxed); }
@@ -127,6 +97,9 @@ class Recorder {
 
   // Every recorder of this process that is alive, as one JSON object.
   static std::string process_json(const std::string& reason);
+  // What this process knows of a start that is under way or has failed, as JSON, for the dumps that
+  // are written from now on; "" for nothing.
+  static void note_start(const std::string& json);
 
  private:
   enum class State { open, broken, closed };
@@ -136,7 +109,10 @@ class Recorder {
     current_->state.store(state, std::memory_order_release);
     waited_.store(false, std::memory_order_relaxed);
   }
-  std::string records(const std::array<CallRecord, kCalls>& ring) const;
+  // Oldest first. The mutex is held by the caller.
+  std::string records(const std::array<CallRecord, kCalls>& ring,
+                      const std::vector<std::string>& algorithms,
+                      const GpuCalls* outcomes = nullptr) const;
 
   Identity identity_;
   std::array<CallRecord, kCalls> calls_{};
@@ -156,17 +132,13 @@ class Recorder {
   };
   mutable std::mutex mutex_;  // of what follows
   Waiting waiting_;
-  std::vector<std::string> algorithms_;
+  std::vector<std::string> algorithms_, gpu_algorithms_;
+  std::unique_ptr<GpuCalls> gpu_;
   std::string error_kind_, error_text_;
   int error_peer_ = -1;
   double error_time_ = 0;
 };
 
-// Where dumps go by themselves: a directory, "" for nowhere.
-void set_dump_directory(const std::string& directory);
-// Writes process_json() to a file of its own in that directory; "" if there is none, or it cannot
-// be written (an error that is being reported must not be replaced by another).
-std::string dump_process(const std::string& reason) noexcept;
 // From now on this signal makes this process dump. The handler only writes to a pipe; a thread
 // that needs neither Python nor any lock of a caller does the rest.
 void dump_on_signal(int number);

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
+from launch import WORKERS
 
 from collectives.chaos import judging, plan
 from collectives.chaos.judging import judge, ranks_in
@@ -33,7 +35,7 @@ def test_a_seed_draws_the_same_rounds_again_and_others_from_another_seed():
 
 def test_every_fault_comes_at_every_moment_that_it_can():
     drawn = Counter((p.kind, p.moment) for p in (plan.draw(1, n, 4) for n in range(2000)))
-    possible = {(kind, m) for m, kinds in plan._POSSIBLE.items() for kind in kinds}
+    possible = {(kind, m) for m, kinds in plan.POSSIBLE.items() for kind in kinds}
     assert set(drawn) == possible
     assert {kind for kind, _ in possible} == set(plan.KINDS)
     algorithms = {plan.draw(1, n, 4).algorithm for n in range(2000)}
@@ -53,6 +55,29 @@ def test_some_rounds(tmp_path):
     assert len(figures["rounds"]) == 8
     assert figures["violations"] == 0
     assert sum(len(r["raised"]) for r in figures["rounds"]) > 4
+
+
+def every_fault(*arguments):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    command = [sys.executable, WORKERS / "every_fault.py", *arguments]
+    got = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert got.returncode == 0, got.stdout + got.stderr
+    return int(re.search(r"(\d+) rounds, 0 not as promised", got.stdout).group(1))
+
+
+@pytest.mark.faults
+def test_every_fault_at_every_moment_that_it_can_come_at():
+    assert every_fault("moments") > sum(len(kinds) for kinds in plan.POSSIBLE.values())
+
+
+@pytest.mark.faults
+def test_a_death_in_the_middle_of_a_call_of_every_algorithm():
+    assert every_fault("algorithms", "sigkill") > 30
+
+
+@pytest.mark.faults
+def test_a_rank_that_stops_in_the_middle_of_an_all_reduce_of_every_algorithm():
+    assert every_fault("algorithms", "sigstop", "all_reduce") > 5
 
 
 @pytest.mark.faults
@@ -173,6 +198,42 @@ def test_a_stopped_rank_may_take_as_long_as_the_deadline():
     found = judge(whole, 0.1).violations
     assert all("PeerDiedError" in words for words in found), found
     assert judging._patience(whole.plan) == 0.15
+
+
+def continued(kind, *victim, **changes):
+    """The good round, but rank 1 was stopped and goes on; what it reports then."""
+    whole = killed(statuses=[0, 0, 0], **changes)
+    reports = [*whole.reports, *(Report(1, what, 14.0, facts) for what, facts in victim)]
+    plan_of_it = whole.plan._replace(kind=kind, timeout=1.5)
+    return whole._replace(plan=plan_of_it, reports=reports)
+
+
+LATE = ("raised", {"kind": "DeadlineError", "text": "rank 1 waited", "where": "call"})
+DONE = ("done", {})
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ([LATE], "rank 1 went on and did not come to its end"),
+        ([DONE], "rank 1 went on as if nothing had happened"),
+        ([LATE, DONE], ""),
+    ],
+)
+def test_who_was_stopped_for_too_long_hears_of_it_too(victim, words):
+    reports = [
+        r._replace(facts={**r.facts, "kind": "DeadlineError"}) if r.what == "raised" else r
+        for r in killed().reports
+    ]
+    found = judge(continued("sigcont", *victim, reports=reports), 1.0).violations
+    assert any(words in text for text in found) if words else found == [], found
+
+
+def test_a_pause_raises_nothing():
+    found = judge(continued("pause", DONE), 1.0).violations
+    assert len(found) == 2 and all("raised because of a pause" in text for text in found), found
+    calm = [r for r in killed().reports if r.what not in ("raised", "shrunk")]
+    assert judge(continued("pause", DONE, reports=calm), 1.0).violations == []
 
 
 def test_ranks_that_a_message_names():

@@ -378,7 +378,14 @@ def test_factor_belongs_to_premul_sum():
 
 def test_a_transport_that_is_not_there(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import collectives as cc\ncc.init()\n")
+    # One write for each rank: the lines of two tracebacks would mix.
+    script.write_text(
+        "import collectives as cc, os\n"
+        "try: cc.init()\n"
+        "except cc.CollectiveError as error:\n"
+        "    os.write(1, f'{type(error).__name__}: {error}\\n'.encode())\n"
+        "    os._exit(1)\n"
+    )
     got = launch.run(2, script, env={"COLLECTIVES_TRANSPORT": "mpi"})
     assert got.status not in (0, None), got
     assert "UnsupportedError: COLLECTIVES_TRANSPORT=mpi, but the ranks met through" in got.output

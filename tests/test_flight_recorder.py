@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import launch
 import numpy as np
@@ -18,7 +22,8 @@ import pytest
 from worlds import outcomes, wait_until
 
 import collectives as cc
-from collectives.doctor.merging import diagnose, read
+from collectives import _core
+from collectives.doctor.merging import diagnose, judge, read
 
 
 def ones(count=12, dtype=np.float32):
@@ -164,6 +169,37 @@ def test_a_dump_as_a_file(tmp_path):
     assert len({d["name"] for d in dumps}) == 1
 
 
+def test_a_dump_follows_no_link_and_is_private(tmp_path):
+    link, other, known = tmp_path / "link", tmp_path / "other", tmp_path / "known"
+    other.write_text("untouched")
+    link.symlink_to(other)
+    known.touch(mode=0o644)
+    with cc.init("solo") as comm:
+        with pytest.raises(cc.ConfigError, match="is a symbolic link"):
+            comm.dump(link)
+        comm.dump(known)
+    assert other.read_text() == "untouched"
+    assert stat.S_IMODE(known.stat().st_mode) == 0o600
+
+
+def test_links_where_dumps_go_by_themselves_are_replaced(tmp_path):
+    """Somebody who can write there may have guessed the names."""
+    other = tmp_path / "other"
+    other.write_text("untouched")
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    name = f"collectives-{socket.gethostname()}-{os.getpid()}"
+    for end in (".part", ".json"):
+        (folder / (name + end)).symlink_to(other)
+    _core.set_dump_directory(str(folder))
+    try:
+        written = Path(_core.dump_process("a test"))
+    finally:
+        _core.set_dump_directory("")
+    assert written.name == name + ".json" and not written.is_symlink()
+    assert other.read_text() == "untouched" and len(list(folder.iterdir())) == 1
+
+
 def test_the_directory_must_be_there(tmp_path, monkeypatch):
     monkeypatch.setenv("COLLECTIVES_DUMP", str(tmp_path / "missing"))
     with pytest.raises(cc.ConfigError, match=r"COLLECTIVES_DUMP .*missing.* is no directory"):
@@ -236,6 +272,118 @@ def test_dump_on_signal_when_asked(tmp_path):
     (file,) = tmp_path.glob("*.json")
     (dump,) = read([file])
     assert dump["calls"][0]["collective"] == "barrier"
+
+
+# ---- before there is a communicator -------------------------------------------------------------
+
+
+class Started(NamedTuple):
+    """Processes that call init, each with an environment of its own."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]]
+
+    def ended(self) -> list[str]:
+        """What they wrote, when all have."""
+        return [p.communicate(timeout=60)[0] for p in self.processes]
+
+
+_PROGRAM = """
+import collectives as cc
+try:
+    cc.init()
+except cc.CollectiveError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, port):
+    """start(timeout, (rank, size), ...): processes that call init."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
+    env |= {
+        "COLLECTIVES_DUMP": str(tmp_path),
+        "COLLECTIVES_ADDR": "127.0.0.1",
+        "COLLECTIVES_PORT": str(port),
+    }
+    with contextlib.ExitStack() as stack:
+
+        def begin(timeout, *ranks):
+            processes = []
+            for rank, size in ranks:
+                more = {
+                    "COLLECTIVES_TIMEOUT": str(timeout),
+                    "COLLECTIVES_RANK": str(rank),
+                    "COLLECTIVES_WORLD_SIZE": str(size),
+                }
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM],
+                    env={**env, **more},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                processes.append(stack.enter_context(process))
+            return Started(tmp_path, processes)
+
+        yield begin
+
+
+def test_a_missing_rank_leaves_dumps_that_say_who_came(start):
+    started = start(8, (0, 3), (2, 3))
+    for words in started.ended():
+        assert "ranks 0, 2 of 3 came, rank 1 is missing" in words
+    files = sorted(started.folder.glob("*.json"))
+    assert len(files) == 2
+    assert all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
+    starts = [json.loads(f.read_text())["start"] for f in files]
+    assert sorted((s["rank"], s["size"]) for s in starts) == [(0, 3), (2, 3)]
+    assert all((s["error"]["kind"], s["error"]["peer"]) == ("BootstrapError", 1) for s in starts)
+    (judged,) = judge(read(files))
+    assert judged.trouble and judged.size == 3
+    assert judged.sentence.startswith("ranks 0, 2 could not start: ")
+    assert "ranks 0, 2 of 3 came, rank 1 is missing" in judged.sentence
+    assert judged.sentence.endswith("no dump of rank 1")
+
+
+def test_a_wrong_world_size_leaves_dumps(start):
+    started = start(30, (0, 3), (1, 2))
+    started.ended()
+    (sentence,) = diagnose(read(started.folder.glob("*.json")))
+    assert "ranks 0-1 could not start" in sentence
+    assert "was told that the world has 2 ranks" in sentence
+
+
+def test_a_rank_that_waits_in_init_dumps_when_told(start):
+    started = start(60, (0, 2))
+    (process,) = started.processes
+
+    def dumped():
+        # Until init has set it up, the signal would end the process.
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status).group(1), 16)
+        if caught >> (signal.SIGUSR1 - 1) & 1:
+            process.send_signal(signal.SIGUSR1)
+        return any("start" in f.read_text() for f in started.folder.glob("*.json"))
+
+    wait_until(dumped)
+    (sentence,) = diagnose(read(started.folder.glob("*.json")))
+    process.kill()
+    assert re.fullmatch(r"rank 0 waits in init since \d+\.\d s; no dump of rank 1", sentence), (
+        sentence
+    )
+
+
+def test_a_start_that_succeeds_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLLECTIVES_DUMP", str(tmp_path))
+    try:
+        with cc.init("solo"):
+            assert "start" not in json.loads(Path(_core.dump_process("a test")).read_text())
+        with pytest.raises(cc.BootstrapError):
+            cc.init("nowhere")
+        assert "nowhere" in json.loads(next(tmp_path.glob("*.json")).read_text())["reason"]
+    finally:
+        _core.note_start("")
+        _core.set_dump_directory("")
 
 
 # ---- whoever reads while it is written ----------------------------------------------------------

@@ -253,3 +253,19 @@ def test_survivors_under_an_mpi_that_lets_them_live():
 def test_between_nodes_only_a_whole_communicator_can_shrink():
     got = launch.run(3, "shrinking.py", "nodes", launcher="openmpi").expect(status=0)
     assert got.output.count("UnsupportedError: shrink: the ranks are on several nodes") == 3, got
+
+
+@pytest.mark.mpi
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["nodes-killed", "nodes-unnoticed"])
+def test_after_a_death_between_nodes_the_error_says_what_can_be_done(how):
+    """And it can: the part of the ranks of one node shrinks and works."""
+    got = launch.run(4, "shrinking.py", how, launcher="openmpi-recovery")
+    for rank in (0, 2, 3):
+        (words,) = re.findall(rf"^rank {rank}: UnsupportedError: (.*)", got.output, re.MULTILINE)
+        for part in ("ULFM, is not used", "comm.split(comm.node)", "what failed: ", "time: True"):
+            assert part in words, got
+        assert f"rank {rank}: a part of {1 if rank == 3 else 2} works" in got.output, got
+    raised = re.findall(r"^rank \d: (\w+)$", got.output, re.MULTILINE)
+    if how == "nodes-killed":
+        assert len(raised) == 3 and set(raised) <= {"PeerDiedError", "DeadlineError"}, got

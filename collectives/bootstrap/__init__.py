@@ -49,7 +49,7 @@ from .local import Solo, Threads
 from .mpi import Mpi
 from .nodes import host_key, host_parts, node_key, why_apart
 from .protocol import Bootstrap
-from .sources import detect
+from .sources import claimed, detect
 
 if TYPE_CHECKING:
     from .addresses import is_loopback, listen, read_secret
@@ -84,6 +84,7 @@ __all__ = [
     "Store",
     "Tcp",
     "Threads",
+    "claimed",
     "detect",
     "host_key",
     "host_parts",

@@ -116,6 +116,24 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     return int(text)
 
 
+def claimed(environ: Mapping[str, str], settings: Settings) -> tuple[int | None, int | None]:
+    """The rank that the environment says this process is, and of how many; None where it does not
+    say, or says no number.
+    """
+    launcher = mpi_launcher(environ)
+    names = ("RANK", "WORLD_SIZE")
+    if launcher is not None and "RANK" not in environ:
+        names = (launcher.rank, launcher.size)
+
+    def number(name: str) -> int | None:
+        text = environ.get(name, "").strip()
+        return int(text) if text.isdecimal() else None
+
+    if settings.rank is not None or settings.world_size is not None:
+        return settings.rank, settings.world_size
+    return number(names[0]), number(names[1])
+
+
 def mpi_launcher(environ: Mapping[str, str]) -> MpiLauncher | None:
     return next((launcher for launcher in _MPI_LAUNCHERS if launcher.rank in environ), None)
 

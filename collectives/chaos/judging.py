@@ -15,7 +15,9 @@ _KINDS = {
     "exit": {"PeerDiedError", "AbortedError"},
     # Python drops what a failed program still holds on its way out, which closes it.
     "raise": {"PeerDiedError", "AbortedError", "ClosedError"},
+    "leave": {"PeerDiedError", "AbortedError", "ClosedError"},
     "sigstop": {"DeadlineError", "AbortedError"},
+    "sigcont": {"DeadlineError", "AbortedError"},
     "close": {"ClosedError", "AbortedError"},
     "abort": {"AbortedError"},
     "mismatch": {"MismatchError"},
@@ -48,11 +50,25 @@ def judge(outcome: Outcome, within: float) -> Verdict:
     for rank in plan.survivors:
         of_rank = [r for r in outcome.reports if r.rank == rank]
         _judge_rank(outcome, rank, of_rank, within, verdict)
+    if plan.kind == "sigcont":
+        _judge_continued(outcome, verdict)
     if plan.moment not in ("at close",) and plan.kind != "mismatch":
         missing = [v for v in plan.victims if v not in outcome.blows]
         if missing:
             wrong.append(f"rank {missing[0]} never came to its end")
     return verdict
+
+
+def _judge_continued(outcome: Outcome, verdict: Verdict) -> None:
+    """Who was stopped for longer than the deadline: its own calls say so, and it ends in order."""
+    plan, wrong = outcome.plan, verdict.violations
+    for rank in plan.victims:
+        reports = [r for r in outcome.reports if r.rank == rank]
+        if outcome.statuses[rank] != 0 or not any(r.what == "done" for r in reports):
+            wrong.append(f"rank {rank} went on and did not come to its end")
+        raised = [r.facts["kind"] for r in reports if r.what == "raised"]
+        if plan.moment != "at close" and not set(raised) & (_KINDS["sigcont"] | {"ClosedError"}):
+            wrong.append(f"rank {rank} went on as if nothing had happened: it raised {raised}")
 
 
 def _judge_rank(
@@ -67,6 +83,10 @@ def _judge_rank(
     if plan.moment == "at close":
         if raised is not None:
             wrong.append(f"rank {rank} raised at the close: {raised.facts['text']}")
+        return
+    if plan.kind == "pause":
+        if raised is not None:
+            wrong.append(f"rank {rank} raised because of a pause: {raised.facts['text']}")
         return
     if raised is None:
         wrong.append(f"rank {rank} raised nothing")
@@ -148,7 +168,7 @@ def ranks_in(text: str) -> set[int]:
 def _patience(plan: Plan) -> float:
     """Seconds that must pass before anybody may give up."""
     at_init = plan.moment in ("before init", "in init")
-    if plan.kind != "sigstop" and not at_init:
+    if plan.kind not in ("sigstop", "sigcont") and not at_init:
         return 0.0
     # Who asks a server that is stopped waits a little longer for its word.
     asks = at_init or plan.moment == "in a subgroup"

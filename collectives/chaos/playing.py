@@ -48,10 +48,15 @@ class Game(NamedTuple):
 
 def play(game: Game, numbers: Sequence[int], jobs: int) -> Iterator[Played]:
     """The rounds, in the order of their numbers within each of `jobs` processes."""
+    return play_all(game.play, numbers, jobs)
+
+
+def play_all(one: Callable[[int], Played], numbers: Sequence[int], jobs: int) -> Iterator[Played]:
+    """one(number) for each number, in `jobs` processes."""
     if jobs == 1:
-        yield from map(game.play, numbers)
+        yield from map(one, numbers)
         return
-    yield from _beside(game.play, [numbers[j::jobs] for j in range(jobs)])
+    yield from _beside(one, [numbers[j::jobs] for j in range(jobs)])
 
 
 def _beside(one: Callable[[int], Played], shares: Sequence[Sequence[int]]) -> Iterator[Played]:

@@ -18,15 +18,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import CollectiveError, MismatchError
 from ..starting import init
 from . import verify
+from .plan import STOPPED
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -55,6 +59,10 @@ class _Raised(Exception):
     """The fault of a victim that ends with an exception."""
 
 
+class _Calm(Exception):
+    """The calls of a round in which nothing may be raised have come to their end."""
+
+
 class Rank:
     """One rank of a round."""
 
@@ -64,6 +72,7 @@ class Rank:
         self._reports = reports
         self._victim = rank in plan.victims
         self._starved = 0.0  # what _starved said when the last phase began
+        self._continued = False  # this victim was stopped, and goes on
 
     def report(self, what: str, **facts: Any) -> None:
         line = json.dumps({"what": what, "at": time.monotonic(), **facts})
@@ -73,6 +82,8 @@ class Rank:
         """Raises what a victim of "raise" raises; returns otherwise."""
         plan = self.plan
         self._starved = seconds_starved()
+        if self._victim and plan.kind in STOPPED:
+            signal.signal(signal.SIGCONT, self._continue)
         try:
             if plan.moment == "before init" and self._victim:
                 self._blow(None)
@@ -121,7 +132,13 @@ class Rank:
             "before init": self._stream,
         }
         self._starved = seconds_starved()
-        self._expect(lambda: moments[plan.moment](comm))
+        try:
+            self._expect(lambda: moments[plan.moment](comm))
+        except _Calm:
+            verify.everything(comm)
+            return comm.close()
+        if self._victim and plan.kind == "sigcont":
+            return comm.close()  # the others are not to wait for it
         return self._go_on(comm)
 
     # ---- moments ---------------------------------------------------------------------------------
@@ -142,6 +159,14 @@ class Rank:
             if plan.async_op:
                 got = got.wait()
             verify.check(got, expected, str(plan))
+            self._look_for_the_end(comm)
+
+    def _look_for_the_end(self, comm: Communicator) -> None:
+        """Raises _Calm on all ranks once the pause of one is over."""
+        if self.plan.kind == "pause":
+            over = np.array([self._continued], np.int32)
+            if comm.all_reduce(over, "max")[0]:
+                raise _Calm
 
     def _queue(self, comm: Communicator) -> None:
         """Many calls at once; all of them must end, and those that end well with what they must."""
@@ -181,6 +206,7 @@ class Rank:
                 verify.check(got, expected, str(plan))
             finally:
                 part.close()
+            self._look_for_the_end(comm)
 
     def _disagree(self, comm: Communicator) -> None:
         """One rank makes another call; all hear of both, and the communicator works on."""
@@ -200,12 +226,13 @@ class Rank:
     def _blow(self, comm: Communicator | None, *, later: bool = False) -> None:
         """The fault happens to this rank: now, or `later`, while it goes on with what it does."""
         plan = self.plan
-        if plan.kind in ("sigkill", "sigstop"):
+        if plan.kind in ("sigkill", "sigstop", *STOPPED):
             self.report("armed")
-            if not later:
-                time.sleep(plan.timeout + 60)  # it ends here
+            end = time.monotonic() + plan.timeout + 60
+            while not later and not self._continued and time.monotonic() < end:
+                time.sleep(0.01)  # most end here
             return
-        if later and plan.kind != "raise":
+        if later and plan.kind not in ("raise", "leave"):
             threading.Timer(plan.delay, self._act, [comm]).start()
         else:
             self._act(comm)
@@ -215,6 +242,8 @@ class Rank:
         self.report("ends")
         if kind == "exit":
             os._exit(3)
+        if kind == "leave":
+            raise SystemExit(0)
         if kind == "raise":
             raise _Raised
         assert comm is not None
@@ -223,6 +252,9 @@ class Rank:
         if kind == "close":
             comm.close()
             raise SystemExit(0)
+
+    def _continue(self, number: int, frame: object) -> None:
+        self._continued = True
 
     # ---- after it --------------------------------------------------------------------------------
 
@@ -251,7 +283,7 @@ class Rank:
         second = in_shrink and self.rank == plan.victims[1]
         if second:
             self.report("armed")
-        silent = plan.kind == "sigstop" and plan.moment == "in a subgroup"
+        silent = plan.kind in ("sigstop", "sigcont") and plan.moment == "in a subgroup"
         patience = _PATIENCE_WITH_SERVER if silent and plan.server == "rank 0" else _PATIENCE
         current, attempts = comm, 0
         while True:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..bootstrap import Server, listen
 from ..children import die_with_parent
-from .plan import Plan
+from .plan import STOPPED, Plan
 from .rank import Rank, seconds_starved
 
 _LIMIT = 60.0  # seconds of a round; far above what any may take
@@ -210,11 +210,16 @@ class Stage:
                 self._blows[report.rank] = report.at
 
     def _deal(self) -> None:
-        number = signal.SIGSTOP if self._plan.kind == "sigstop" else signal.SIGKILL
+        kind = self._plan.kind
         for when, rank in [p for p in self._pending if p[0] <= time.monotonic()]:
             self._pending.remove((when, rank))
+            if rank in self._blows and kind in STOPPED:
+                os.kill(self._pids[rank], signal.SIGCONT)
+                continue
             self._blows[rank] = time.monotonic()
-            os.kill(self._pids[rank], number)
+            os.kill(self._pids[rank], signal.SIGKILL if kind == "sigkill" else signal.SIGSTOP)
+            if kind in STOPPED:
+                self._pending.append((time.monotonic() + STOPPED[kind], rank))
 
     def _end_stuck(self, folder: Path) -> list[str]:
         """Ranks that should have ended and have not: what their flight recorders say."""

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..bootstrap.groups import have, name_ranks
-from ..config import format_size
 from ..errors import ConfigError
 from ..flight_recorder import FORMAT, VERSION
-
-Dump = dict[str, Any]  # of one rank of one communicator; see docs/flight-recorder.md
-Record = dict[str, Any]
+from .gpu_calls import GpuCalls
+from .records import Dump, age, call_in_words, size_in_words
+from .starts import starts_in_words
 
 _IN_IT = ("entered", "running")
 
 
 def read(paths: Iterable[str | Path]) -> list[Dump]:
-    """The communicators in some files. Raises ConfigError for a file that is no dump."""
+    """The communicators in some files, and the starts of processes (with "start") that are under
+    way or failed. Raises ConfigError for a file that is no dump.
+    """
     found: list[Dump] = []
     for path in paths:
         try:
@@ -34,9 +35,10 @@ def read(paths: Iterable[str | Path]) -> list[Dump]:
             raise ConfigError(
                 f"{path} is a dump of version {whole.get('version')}; this doctor reads {VERSION}"
             )
-        found += [
-            {**one, "host": whole["host"], "pid": whole["pid"]} for one in whole["communicators"]
-        ]
+        process = {"host": whole["host"], "pid": whole["pid"]}
+        found += [{**one, **process} for one in whole["communicators"]]
+        if "start" in whole:
+            found.append({"start": whole["start"], "time": whole["time"], **process})
     return found
 
 
@@ -55,9 +57,13 @@ def diagnose(dumps: Sequence[Dump]) -> list[str]:
 
 
 def judge(dumps: Sequence[Dump]) -> list[Diagnosis]:
-    """A sentence for each communicator: those with trouble first, the largest before its parts."""
+    """A sentence for each communicator: those with trouble first, the largest before its parts;
+    before them what is to say of ranks that did not come so far as to have one.
+    """
     groups: dict[str, dict[int, Dump]] = {}
     for dump in dumps:
+        if "start" in dump:
+            continue
         ranks = groups.setdefault(dump["name"], {})
         known = ranks.get(dump["rank"])
         if known is None or known["time"] < dump["time"]:
@@ -66,7 +72,9 @@ def judge(dumps: Sequence[Dump]) -> list[Diagnosis]:
         Diagnosis(name, group.size, group.trouble, group.sentence)
         for name, group in ((name, _Group(ranks)) for name, ranks in groups.items())
     ]
-    return sorted(judged, key=lambda one: (not one.trouble, -one.size))
+    judged.sort(key=lambda one: (not one.trouble, -one.size))
+    starts = [dump for dump in dumps if "start" in dump]
+    return [Diagnosis("", *starts_in_words(starts)), *judged] if starts else judged
 
 
 class _Group:
@@ -77,6 +85,7 @@ class _Group:
         some = next(iter(self._ranks.values()))
         self.size: int = some["size"]
         self._last = {r: d["calls"][-1] for r, d in self._ranks.items() if d["calls"]}
+        self._gpu = GpuCalls(self._ranks)
         self.trouble = True
         words = self._words()
         if not words:
@@ -92,10 +101,12 @@ class _Group:
         """What is wrong; "" if nothing is."""
         return (
             self._dead()
+            or self._gpu.disagreement()
             or self._mismatch()
             or self._disagreement()
-            or self._behind()
+            or self._earlier(self._behind(), self._gpu.behind())
             or self._stuck()
+            or self._gpu.stuck()
             or self._transfers()
             or self._failed()
         )
@@ -110,7 +121,7 @@ class _Group:
             return ""
         gone = sorted({e["peer"] for _, e in died if "peer" in e})
         seen = [r for r, _ in died]
-        where = next((self._call(self._last[r]) for r in seen if r in self._last), "a call")
+        where = next((words for r in seen if (words := self._where(r))), "a call")
         names = name_ranks(gone) if gone else "a rank"
         return f"{names} died; {name_ranks(seen)} noticed in {where}"
 
@@ -119,7 +130,7 @@ class _Group:
             error = dump.get("error")
             if error and error["kind"] == "mismatch":
                 last = dump["calls"][-1] if dump["calls"] else None
-                if last is None or last["state"] == "failed":
+                if last is None or last["state"] == "failed" or "gpu_broken" in dump:
                     return str(error["message"])
         return ""
 
@@ -129,13 +140,25 @@ class _Group:
         calls: dict[str, list[int]] = {}
         for rank, record in self._last.items():
             if record["sequence"] == newest and record["state"] != "done":
-                calls.setdefault(self._call(record), []).append(rank)
+                calls.setdefault(call_in_words(record), []).append(rank)
         if len(calls) < 2:
             return ""
         sides = [f"{call} on {name_ranks(ranks)}" for call, ranks in calls.items()]
         return "the ranks make different calls: " + ", ".join(sides)
 
-    def _behind(self) -> str:
+    @staticmethod
+    def _earlier(*found: tuple[float, str]) -> str:
+        """What ranks came to first: they are behind in the rest because of it."""
+        return min((one for one in found if one[1]), default=(0.0, ""))[1]
+
+    def _where(self, rank: int) -> str:
+        """The call that a rank was in when it failed."""
+        if rank in self._gpu.failed:
+            return f"{call_in_words(self._gpu.failed[rank])} on its GPU"
+        return call_in_words(self._last[rank]) if rank in self._last else ""
+
+    def _behind(self) -> tuple[float, str]:
+        """Who has not come to a call that others wait in, and when the first of them came."""
         newest = max((r["sequence"] for r in self._last.values()), default=0)
         # Who is done with it has been there, and needs nobody any more.
         waiting = [
@@ -147,11 +170,12 @@ class _Group:
             r for r in self._ranks if r not in self._last or self._last[r]["sequence"] < newest
         ]
         if not waiting or not behind:
-            return ""
-        call = self._call(self._last[waiting[0]])
+            return 0, ""
+        call = call_in_words(self._last[waiting[0]])
         words = f"{name_ranks(behind)} {have(behind)} not entered {call}"
         told = [self._doing(rank) for rank in behind[:3]]
-        return f"{words} ({'; '.join(told)}); {self._since(waiting)}"
+        since = min(self._last[r]["begin"] for r in waiting)
+        return since, f"{words} ({'; '.join(told)}); {self._since(waiting)}"
 
     def _stuck(self) -> str:
         inside = [r for r, record in self._last.items() if record["state"] in _IN_IT]
@@ -159,7 +183,7 @@ class _Group:
             return ""
         ends = [r for r in self._ranks if r not in inside]
         words = f"{name_ranks(inside)} {'is' if len(inside) == 1 else 'are'} in "
-        words += self._call(self._last[inside[0]])
+        words += call_in_words(self._last[inside[0]])
         waits = [self._waits(r) for r in inside if "waiting" in self._ranks[r]]
         words += f"; {'; '.join(waits[:4])}" if waits else f", {self._since(inside)}"
         return words + (f"; {name_ranks(ends)} {have(ends)} finished it" if ends else "")
@@ -174,7 +198,7 @@ class _Group:
                 other = "send" if t["collective"] == "recv" else "recv"
                 words = (
                     f"rank {rank} is in {t['collective']} {way} rank {t['peer']} with tag "
-                    f"{t['tag']} ({t['dtype']}, {_size(t)}) since {self._age(dump, t)}"
+                    f"{t['tag']} ({t['dtype']}, {size_in_words(t)}) since {age(dump, t)}"
                 )
                 peer = self._ranks.get(t["peer"])
                 if peer is None:
@@ -192,7 +216,11 @@ class _Group:
 
     def _failed(self) -> str:
         failed = {r: d["error"] for r, d in self._ranks.items() if "error" in d}
-        broken = {r: e for r, e in failed.items() if self._ranks[r]["state"] != "open"}
+        broken = {
+            r: e
+            for r, e in failed.items()
+            if self._ranks[r]["state"] != "open" or "gpu_broken" in self._ranks[r]
+        }
         if not broken:
             return ""
         first = min(broken, key=lambda r: broken[r]["time"])
@@ -200,28 +228,19 @@ class _Group:
 
     def _calm(self) -> str:
         done = {r["sequence"] for r in self._last.values()}
+        on_gpus = self._gpu.calm()
         if not done:
-            return "no call has been made"
+            return on_gpus or "no call has been made"
+        return self._calm_on_hosts(done) + (f"; {on_gpus}" if on_gpus else "")
+
+    def _calm_on_hosts(self, done: set[int]) -> str:
         if len(done) == 1 and len(self._last) == len(self._ranks):
             record = next(iter(self._last.values()))
-            return f"all ranks that are here have finished {self._call(record)}; nobody waits"
+            return f"all ranks that are here have finished {call_in_words(record)}; nobody waits"
         numbers = [f"rank {r} #{record['sequence']}" for r, record in self._last.items()]
         return f"nobody waits in a call; the last that they finished: {', '.join(numbers)}"
 
     # ---- words -----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _call(record: Record) -> str:
-        words = f"{record['collective']} #{record['sequence']}"
-        facts = []
-        if "dtype" in record:
-            facts = [record["dtype"], _size(record)]
-        facts += [record[name] for name in ("op",) if record.get(name) not in (None, "sum")]
-        if "root" in record:
-            facts.append(f"root {record['root']}")
-        if "algorithm" in record:
-            facts.append(record["algorithm"])
-        return f"{words} ({', '.join(facts)})" if facts else words
 
     def _doing(self, rank: int) -> str:
         record = self._last.get(rank)
@@ -241,11 +260,7 @@ class _Group:
             seconds = record.get("end", self._ranks[first]["time"]) - record["begin"]
             return f"{name_ranks(ranks)} gave up after {seconds:.1f} s in it"
         verb = "waits" if len(ranks) == 1 else "wait"
-        return f"{name_ranks(ranks)} {verb} in it since {self._age(self._ranks[first], record)}"
-
-    @staticmethod
-    def _age(dump: Dump, record: Record) -> str:
-        return f"{max(0.0, dump['time'] - record['begin']):.1f} s"
+        return f"{name_ranks(ranks)} {verb} in it since {age(self._ranks[first], record)}"
 
     def _waits(self, rank: int) -> str:
         w = self._ranks[rank]["waiting"]
@@ -255,11 +270,3 @@ class _Group:
         if "step" in w:
             words += f", step {w['step']}"
         return f"{words}, since {w['seconds']:.1f} s"
-
-
-def _size(record: Record) -> str:
-    size = record["bytes"]
-    if size < 1024 or size % 1024:
-        return f"{size} bytes"
-    text = format_size(size)
-    return f"{text[:-1]} {text[-1]}iB"

@@ -12,6 +12,8 @@ in_subgroup                     in a call of a subgroup, which shrinks; then the
 queued                          while asynchronous calls are outstanding
 healthy                         nobody ends
 nodes                           under MPI, on several nodes
+nodes-killed, nodes-unnoticed   the same, where rank 1 is killed; the others shrink when a call has
+                                failed, or before they have noticed anything
 again                           one after the other, until one rank is left
 """
 
@@ -129,9 +131,39 @@ def over_mpi() -> None:
     MPI.COMM_WORLD.Barrier()  # until all have told
 
 
+def death_over_mpi(noticed: bool) -> None:
+    """Ranks 0 to 2 on one node, 3 on another; rank 1 dies. The whole is lost, the part is not."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    os.environ["COLLECTIVES_NODE"] = f"node{rank // 3}"
+    comm = cc.init(timeout=30)
+    part = comm.split(comm.node)
+    assert part is not None
+    check(part)
+    comm.all_reduce(ones())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if noticed:
+        tell(f"rank {rank}: {type(until_it_fails(comm, 100)).__name__}")
+    began = time.monotonic()
+    error = fail(lambda: comm.shrink(timeout=3))
+    seconds = time.monotonic() - began
+    tell(f"rank {rank}: {type(error).__name__}: {error} (in time: {seconds < 25})")
+    if rank != 3:
+        until_it_fails(part, 100)
+        part = part.shrink(timeout=10)
+        check(part)
+    tell(f"rank {rank}: a part of {part.size} works")
+    os._exit(0)  # MPI's end would wait for the dead
+
+
 def main(args: argparse.Namespace) -> None:
     if args.how == "nodes":
         over_mpi()
+        return
+    if args.how.startswith("nodes-"):
+        death_over_mpi(noticed=args.how == "nodes-killed")
         return
     comm = cc.init(timeout=30)
     if args.how == "stopped":

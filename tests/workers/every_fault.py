@@ -1,0 +1,107 @@
+"""Plays rounds of `chaos` that are chosen, not drawn, and writes what was not as promised.
+
+every_fault.py moments            every fault at every moment that it can come at: to rank 0, which
+                                  hosts the rendezvous, and to the last rank, where the launcher
+                                  does; where a deadline has to pass, to one of them
+every_fault.py algorithms KIND [COLLECTIVE]
+                                  the fault KIND in the middle of a large call, of every algorithm
+                                  of every collective, or of one
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from collectives.chaos import plan, playing, table
+from collectives.chaos.judging import judge
+from collectives.chaos.stage import Stage
+from collectives.schedule import algorithms, why_unsupported
+
+RANKS = 3
+WITHIN = 20.0  # seconds: tests share their machine
+AT_A_TIME = 8  # most of a round is waiting
+AGAIN = 3  # a round in which a process got no processor for long is played again
+
+BASE = plan.draw(0, 0, RANKS)._replace(
+    ranks=RANKS,
+    delay=0.005,
+    server="rank 0",
+    collective="all_reduce",
+    algorithm=None,
+    elements=70_000,
+    dtype="float32",
+    async_op=False,
+)
+
+
+def timeout_of(kind: str, moment: str) -> float:
+    return 1.5 if kind in ("sigstop", "sigcont") or "init" in moment else 30.0
+
+
+def moments() -> list[plan.Plan]:
+    found = []
+    for moment, kinds in plan.POSSIBLE.items():
+        for i, kind in enumerate(kinds):
+            timeout = timeout_of(kind, moment)
+            # Where the rendezvous is asked, one that is stopped costs many seconds.
+            silent = kind in ("sigstop", "sigcont") and moment == "in a subgroup"
+            for victim in (0, RANKS - 1) if timeout > 10 else ((i % 2) * (RANKS - 1),):
+                # In shrink, rank 1 dies first, so that there is something to shrink.
+                victims = (1, victim) if moment == "in shrink" else (victim,)
+                found.append(
+                    BASE._replace(
+                        kind=kind,
+                        moment=moment,
+                        victims=victims,
+                        timeout=timeout,
+                        server="apart" if silent or (victim and "init" not in moment) else "rank 0",
+                    )
+                )
+    return found
+
+
+def of_algorithms(kind: str, *only: str) -> list[plan.Plan]:
+    return [
+        BASE._replace(
+            kind=kind,
+            moment="in a call",
+            victims=(1,),
+            timeout=timeout_of(kind, ""),
+            collective=collective,
+            algorithm=algorithm.name,
+            elements=600_000,
+        )
+        for collective in only or plan.COLLECTIVES
+        for algorithm in algorithms()
+        if not why_unsupported(algorithm.name, collective, RANKS, node=[0] * RANKS)
+    ]
+
+
+def main() -> None:
+    what = sys.argv[1]
+    plans = moments() if what == "moments" else of_algorithms(*sys.argv[2:])
+    plans = [one._replace(number=number) for number, one in enumerate(plans)]
+
+    def play(number: int) -> playing.Played:
+        again = 0
+        while True:
+            outcome = Stage(plans[number]).run()
+            verdict = judge(outcome, WITHIN)
+            hungry = bool(verdict.violations) and outcome.starved >= playing.STARVED
+            if not hungry or again == AGAIN:
+                return playing.Played(outcome, verdict, again)
+            again += 1
+
+    rounds = list(playing.play_all(play, range(len(plans)), AT_A_TIME))
+    for one in rounds:
+        if one.verdict.violations:
+            print(table.round_as_text(one))
+    print(table.as_text(rounds))
+    bad = sum(bool(one.verdict.violations) for one in rounds)
+    print(f"{len(rounds)} rounds, {bad} not as promised")
+    sys.exit(bad != 0)
+
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+main()
