@@ -188,8 +188,7 @@ def everything(runs: list[Run], wanted: Kind = HOST) -> list[str]:
     """The sections of docs/benchmarks.md for `runs`."""
     lines: list[str] = []
     for run in runs:
-        command = re.sub(r" --json\S*", "", run.header["command"])
-        lines += [f"### {run.name}", "", f"`{command}`", "", machine(run.header), ""]
+        lines += [f"### {run.name}", "", f"`{run.header['command']}`", "", machine(run.header), ""]
         if "note" in run.header:
             lines += [run.header["note"], ""]
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

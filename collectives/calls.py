@@ -277,11 +277,14 @@ class Calls:
         self._device = DeviceEngine(
             self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks, self._gpu_path
         )
-        algorithm = weakref.WeakMethod(self._checked_algorithm)  # what it is kept in dies first
-        self._device_sum = make_device_sum(
-            self._device,
-            lambda *call: algorithm()(*call),  # type: ignore[misc]
-        )
+        own = weakref.WeakMethod(self._checked_algorithm)  # else this communicator held itself
+
+        def choose(collective: str, nbytes: int) -> str:
+            alive = own()
+            assert alive is not None, "the communicator holds what calls this"
+            return alive(collective, nbytes)
+
+        self._device_sum = make_device_sum(self._device, choose)
 
     def _device_algorithm(self, collective: str, nbytes: int) -> str:
         """The algorithm that serves a call on device arrays by itself; "" for a barrier."""

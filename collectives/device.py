@@ -54,6 +54,14 @@ def device_of(what: str, source: View | None, target: View | None) -> str:
     return source.device
 
 
+def why_no_gpu(ordinal: int) -> str:
+    """Why this process cannot use GPU `ordinal`, in words; "" if it can."""
+    count, why = _core.device_count()
+    if count and not 0 <= ordinal < count:
+        return f"there is no GPU {ordinal}: this process sees {count}"
+    return why
+
+
 def checked_blocks(max_blocks: Any) -> int:
     """`max_blocks` as an int; raises TypeError or ValueError if it is no bound."""
     try:
@@ -104,9 +112,7 @@ class DeviceEngine:
         self.place = f"cuda:{device}"
         self._bootstrap = bootstrap
         self._defined: set[tuple[str, str, int]] = set()
-        count, why = _core.device_count()
-        if count and not 0 <= device < count:
-            why = f"there is no GPU {device}: this process sees {count}"
+        why = why_no_gpu(device)
         infos = self._agree(
             "has no GPU", why, host=host_key(), pid=os.getpid(), device=device, bound=max_blocks,
             path=path,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from . import _core
 from .bootstrap import Bootstrap
 from .config import Settings
-from .device import DeviceEngine
+from .device import DeviceEngine, why_no_gpu
 from .errors import CollectiveError, UnsupportedError
 from .registration import Registration
 
@@ -85,10 +85,7 @@ class StagedEngine(DeviceEngine):
         self.device = device
         self.place = f"cuda:{device}"
         self._bootstrap = bootstrap
-        count, why = _core.device_count()
-        if count and not 0 <= device < count:
-            why = f"there is no GPU {device}: this process sees {count}"
-        why = why or _why_no_thread(bootstrap)
+        why = why_no_gpu(device) or _why_no_thread(bootstrap)
         answers = self._agree("cannot stage arrays of a GPU", why, slot=Settings().staging)
         self.slot_bytes = min(int(a["slot"]) for a in answers)
         why, core = "", None

@@ -367,7 +367,8 @@ def _cuda_view(x: Any, writable: bool, what: str, gpu: bool, device: str) -> Vie
 
 def install(monkeypatch: Any, gpus: int = 2) -> Any:
     """Puts all of it in place, for `gpus` GPUs; returns the module `cupy`."""
-    cuda, cupy, nccl = (types.ModuleType(n) for n in ("cupy.cuda", "cupy", "cupy.cuda.nccl"))
+    cuda: Any = types.ModuleType("cupy.cuda")
+    cupy: Any = types.ModuleType("cupy")
     nccl = Nccl("cupy.cuda.nccl")
     NcclCommunicator.worlds.clear()
     NcclCommunicator.destroyed = 0
@@ -375,12 +376,12 @@ def install(monkeypatch: Any, gpus: int = 2) -> Any:
     Graph.launches = 0
     for each in (Stream, Event, Device, UnownedMemory, MemoryPointer):
         setattr(cuda, each.__name__, each)
-    cuda.get_current_stream = current  # type: ignore[attr-defined]
-    cuda.alloc = Allocation  # type: ignore[attr-defined]
-    cuda.runtime = Runtime(gpus)  # type: ignore[attr-defined]
-    cuda.nccl = nccl  # type: ignore[attr-defined]
-    cuda.get_elapsed_time = lambda a, b: (b.ns - a.ns) / 1e6  # type: ignore[attr-defined]
-    cupy.cuda, cupy.ndarray = cuda, ndarray  # type: ignore[attr-defined]
+    cuda.get_current_stream = current
+    cuda.alloc = Allocation
+    cuda.runtime = Runtime(gpus)
+    cuda.nccl = nccl
+    cuda.get_elapsed_time = lambda a, b: (b.ns - a.ns) / 1e6
+    cupy.cuda, cupy.ndarray = cuda, ndarray
     for module in (cupy, cuda, nccl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(_core, "device_count", lambda: (gpus, "" if gpus else "no GPU was found"))

@@ -286,11 +286,11 @@ def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu(raw):
         dtype, layout, shape = torch.float32, torch.strided, (2, 3)
         is_cpu, is_cuda, requires_grad, is_leaf = False, True, False, True
         device = torch.device("cuda", 1)
-        is_contiguous = is_inference = lambda self: True
-        is_conj = is_neg = lambda self: False
-        data_ptr = lambda self: 4096  # noqa: E731
-        numel = lambda self: 6  # noqa: E731
-        get_device = lambda self: 1  # noqa: E731
+
+        def __getattr__(self, name):
+            answers = {"is_contiguous": True, "is_inference": True, "is_conj": False}
+            answers |= {"is_neg": False, "data_ptr": 4096, "numel": 6, "get_device": 1}
+            return lambda: answers[name]
 
     def raw_stream(index):
         return current_stream(torch.device("cuda", index)).cuda_stream

@@ -88,8 +88,9 @@ def arguments_of(args: argparse.Namespace, *, without: tuple[str, ...] = ()) -> 
 
 
 def command_of(args: argparse.Namespace, command: str) -> str:
-    """The command line, for a header."""
-    return shlex.join(["python", "-m", "collectives", command, *arguments_of(args)])
+    """The command line, for a header, without the file that it is written to."""
+    words = arguments_of(args, without=("json",))
+    return shlex.join(["python", "-m", "collectives", command, *words])
 
 
 def with_ranks(

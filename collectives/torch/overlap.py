@@ -52,7 +52,7 @@ def install() -> None:
     Nor does it where FSDP2 is made otherwise than this file knows: then torch waits at once.
     """
     global installed
-    param_group = sys.modules.get(_MODULE)
+    param_group: Any = sys.modules.get(_MODULE)
     if param_group is None:
         return
     installed = True
@@ -62,7 +62,7 @@ def install() -> None:
         return
     signature = inspect.signature(reduce)
     if signature.parameters.keys() >= _NEEDED:
-        param_group.foreach_reduce = _overlapping(reduce, signature, plain)  # type: ignore[attr-defined]
+        param_group.foreach_reduce = _overlapping(reduce, signature, plain)
 
 
 def _overlapping(

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import _core
 from ..array import namespace
+from ..errors import UnsupportedError
 
 State = Mapping[str, Any]
 
@@ -58,9 +59,11 @@ class Optimizer:
 
     def on_gpu(self, lr: float, step: int) -> tuple[str, dict[str, float]]:
         """The operation of `fused.OPERATIONS` that does the same as `update`, or for layerwise ones
-        as `apply`, and its numbers.
+        as `apply`, and its numbers. Raises UnsupportedError where there is none.
         """
-        raise NotImplementedError
+        raise UnsupportedError(
+            f"{type(self).__name__} has no kernel for arrays on GPUs: give it on_gpu()"
+        )
 
     def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         """Layerwise: puts into g the array whose norm counts."""

@@ -50,7 +50,7 @@ def every_case(proxy: OnDevice) -> int:
     for case in wanted:
         if case.place == "new":
             case = case._replace(place="out")
-        check(proxy, case)  # type: ignore[arg-type]
+        check(proxy, case)
     return len(wanted)
 
 
@@ -166,7 +166,7 @@ def errors(proxy: OnDevice) -> None:
     # Calls on host arrays go on, and so does the GPU in another communicator.
     assert comm.all_reduce(np.ones(3))[0] == comm.size
     twin = OnDevice(comm.duplicate(), proxy.device)
-    check(twin, Case("all_reduce", None, count=3000, place="in"))  # type: ignore[arg-type]
+    check(twin, Case("all_reduce", None, count=3000, place="in"))
     # One rank is on the host, the others are on their GPUs.
     y = device_array(twin, 100)
     mixed: Any = np.ones(100, np.float32) if comm.rank == 0 else y
@@ -214,7 +214,7 @@ def main() -> None:
     comm = cc.init(timeout=30 if what != "death" else 60)
     assert comm.nodes == NODES, comm.nodes
     proxy = OnDevice(comm, comm.rank % _core.device_count()[0])
-    check(proxy, Case("all_reduce", None, count=100, place="out"))  # type: ignore[arg-type]
+    check(proxy, Case("all_reduce", None, count=100, place="out"))
     done = {"cases": every_case, "order": order, "errors": errors, "death": death}[what](proxy)
     comm.close()
     os.write(1, f"rank {comm.rank}: all right, {done} cases\n".encode())

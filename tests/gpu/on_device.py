@@ -71,6 +71,7 @@ class OnDevice:
         else:
             self.memory = cupy.cuda.alloc(2 * _ROOM)
         self.graph = False
+        self.meets = True  # on the host, around each call; False where ranks shall not all come
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*arguments: Any, **more: Any) -> Any:
@@ -78,9 +79,13 @@ class OnDevice:
 
         return method
 
+    def meet(self) -> None:
+        if self.meets:
+            self.comm.barrier()
+
     def barrier(self, **more: Any) -> None:
         more.pop("algorithm", None)
-        self.comm.barrier()
+        self.meet()
         self.comm.barrier(stream=self.stream.ptr, **more)
         self.finish()
 
@@ -92,7 +97,7 @@ class OnDevice:
     def finish(self) -> None:
         self.stream.synchronize()
         self.comm.synchronize()
-        self.comm.barrier()
+        self.meet()
 
     def _call(self, name: str, arguments: list[Any], more: dict[str, Any]) -> Any:
         host = [a for a in (arguments[0], more.get("out")) if isinstance(a, np.ndarray)]
@@ -114,7 +119,7 @@ class OnDevice:
         back = {id(d): a for a in host for d in [devices[id(a)]]}
         if more.get("out") is not None:
             more["out"] = devices[id(more["out"])]
-        self.comm.barrier()
+        self.meet()
         method = getattr(self.comm, name)
         if self.graph:
             got = self._in_graph(lambda: method(*arguments, **more))
@@ -131,7 +136,7 @@ class OnDevice:
             got = call()
         finally:
             graph = self.stream.end_capture()
-        self.comm.barrier()
+        self.meet()
         graph.launch(self.stream)
         return got
 

@@ -9,18 +9,13 @@ import gc
 import numpy as np
 import pytest
 import soak
+from gpus import MARK, cupy
+from on_device import OnDevice, run_on
 from test_leaks import SLACK
 
 import collectives as cc
-from collectives import _core
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
-
-from on_device import OnDevice, run_on  # noqa: E402
+pytestmark = MARK
 
 WARM, MORE = 6, 32
 

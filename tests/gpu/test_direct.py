@@ -12,19 +12,14 @@ import numpy as np
 import pytest
 import reference
 from cases import Case, any_bytes, check, difference, random_values
+from gpus import GPUS, MARK, cupy
+from on_device import OnDevice, run_on, some
 
 import collectives as cc
-from collectives import _core
 from collectives import device as engines
 from collectives.tuning.device import Launch
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
-
-from on_device import OnDevice, run_on, some  # noqa: E402
+pytestmark = MARK
 
 PLACE = list(range(GPUS))
 ONE_SHOT = {"packets": Launch(), "lines": Launch(lines=True), "few": Launch(lines=True, blocks=1)}
@@ -41,7 +36,7 @@ def run_all(cases: list[Case], n: int, symmetric: bool = False) -> None:
 
     def body(comm: OnDevice) -> int:
         for case in wanted:
-            check(comm, case)  # type: ignore[arg-type]
+            check(comm, case)
         return len(wanted)
 
     assert run_on(n, PLACE, body, symmetric, timeout=20) == [len(wanted)] * n

@@ -17,17 +17,12 @@ import numpy as np
 import pytest
 import reference
 from cases import Case, check, registry, sweep
+from gpus import GPUS, MARK, cupy
+from on_device import EMULATED, OnDevice, run_on, some
 
 import collectives as cc
-from collectives import _core
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
-
-from on_device import EMULATED, OnDevice, run_on, some  # noqa: E402
+pytestmark = MARK
 
 ALL = list(range(GPUS))
 emulated = pytest.mark.skipif(not EMULATED or GPUS < 2, reason="needs links that can be broken")
@@ -68,7 +63,7 @@ def test_every_algorithm_through_the_host(n: int) -> None:
 
     def body(comm: OnDevice) -> tuple[str, str]:
         for case in wanted:
-            check(comm, case)  # type: ignore[arg-type]
+            check(comm, case)
         return path_of(comm.comm)
 
     assert run_on(n, ALL, body, timeout=20) == [("host", "")] * n
@@ -79,9 +74,10 @@ def test_no_lines_through_the_host() -> None:
     """Sizes that would go in lines of 128 bytes go another way."""
 
     def body(comm: OnDevice) -> bool:
-        assert not comm.comm._device.core.keeps_lines()  # type: ignore[union-attr]
+        engine = comm.comm._device
+        assert engine is not None and not engine.core.keeps_lines()
         for count in (200_000, 600_000):
-            check(comm, Case("all_reduce", "direct_one_shot", count=count))  # type: ignore[arg-type]
+            check(comm, Case("all_reduce", "direct_one_shot", count=count))
         return True
 
     assert run_on(2, ALL, body, timeout=20) == [True] * 2
@@ -207,7 +203,7 @@ def test_a_death_through_the_host() -> None:
 
 def sums(comm: OnDevice) -> Any:
     for algorithm in ("direct_one_shot", "direct_two_shot", "ring"):
-        check(comm, Case("all_reduce", algorithm, count=3000))  # type: ignore[arg-type]
+        check(comm, Case("all_reduce", algorithm, count=3000))
     return path_of(comm.comm)
 
 

@@ -8,19 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpus import MARK, cupy
+from on_device import OnDevice, run_on
 from worlds import wait_until
 
 import collectives as cc
 from collectives import _core
 from collectives.doctor.merging import diagnose, read
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
-
-from on_device import OnDevice, run_on  # noqa: E402
+pytestmark = MARK
 
 SMALL, LARGE = 100, 50_000
 

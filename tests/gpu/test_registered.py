@@ -13,19 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpus import GPUS, MARK, cupy
+from on_device import OnDevice, run_on
 
 import collectives as cc
-from collectives import _core
 from collectives import device as engines
 from collectives.tuning.device import Launch
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
-
-from on_device import OnDevice, run_on  # noqa: E402
+pytestmark = MARK
 
 ALL = list(range(GPUS))
 HOW = {"push": Launch(chunk=4096), "pull": Launch(pull=True), "few": Launch(pull=True, blocks=1)}

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import launch
 import pytest
+from gpus import MARK
 
-from collectives import _core
-
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-pytest.importorskip("cupy")
-pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+pytestmark = [MARK, pytest.mark.mpi]
 
 WORKER = Path(__file__).with_name("nodes_worker.py")
 

@@ -12,17 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpus import GPUS, MARK, cupy
+from on_device import OnDevice, run_on
 
 import collectives as cc
 from collectives import _core, cli
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
-
-from on_device import OnDevice, run_on  # noqa: E402
+pytestmark = MARK
 
 
 def array(comm: OnDevice, count: int, value: float) -> Any:

@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpus import MARK, cupy
 
-from collectives import _core
 from collectives.array.dtypes import numpy_dtype
 from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused
 from collectives.train.norms import sums_of_squares
 
-pytestmark = pytest.mark.gpu
-GPUS, WHY = _core.device_count()
-if not GPUS:
-    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
-cupy = pytest.importorskip("cupy")
+pytestmark = MARK
 if not hasattr(cupy, "RawModule"):
     pytest.skip("the emulated cupy compiles no kernels", allow_module_level=True)
 

@@ -1,0 +1,15 @@
+"""For tests on GPUs: a module that imports this is skipped where there are none, and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import _core
+
+GPUS, WHY = _core.device_count()
+if not GPUS:
+    pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
+cupy = pytest.importorskip("cupy")
+MARK = pytest.mark.gpu
+
+__all__ = ["GPUS", "MARK", "cupy"]
