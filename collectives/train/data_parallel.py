@@ -23,7 +23,8 @@ import numpy as np
 
 from ..agreement import agree, exchange
 from ..array import device_name, dtype_name, empty, native
-from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec, put
+from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
+from ..bucketing import Bucketer, put
 from ..errors import CollectiveError, did_you_mean
 from ..work import ThenWork, Work
 from .batches import micro_batches, samples
