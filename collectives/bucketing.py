@@ -98,7 +98,9 @@ class Bucketer:
             raise ValueError("bucket_bytes and first_bucket_bytes must be at least 1")
         self.comm = comm
         self._sizes = (first_bucket_bytes, bucket_bytes)
-        self.specs: dict[str, Spec] = {name: spec_of(name, x, dtype) for name, x in parameters.items()}
+        self.specs: dict[str, Spec] = {
+            name: spec_of(name, x, dtype) for name, x in parameters.items()
+        }
         names = list(self.specs)
         self.layout = list(reversed(names)) if layout is None else list(layout)
         if sorted(self.layout) != sorted(names):
