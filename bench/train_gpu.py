@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch_group
 from torch import distributed, nn
 from torch.nn import functional
 
@@ -77,6 +77,19 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
 
 
+class OurStep:
+    """A step of the trainer as a function of the batch, which a turn closes at its end."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, batch: Batch) -> float:
+        return self._trainer.step(batch).loss
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
 class Bench:
     """What all ways have in common on this rank."""
 
@@ -90,18 +103,7 @@ class Bench:
 
             cupy.cuda.Device(comm.local_rank).use()
         self.solo = comm.split(comm.rank)
-        port = np.zeros(1, np.int64)
-        if comm.rank == 0:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port[0] = free.getsockname()[1]
-        comm.broadcast(port)
-        distributed.init_process_group(
-            "gloo" if small else "nccl",
-            init_method=f"tcp://127.0.0.1:{port[0]}",
-            rank=comm.rank,
-            world_size=comm.size,
-        )
+        torch_group.start(comm, "gloo" if small else "nccl")
 
     def model(self) -> Decoder:
         torch.manual_seed(0)
@@ -148,14 +150,8 @@ class Bench:
         fully_shard(model, mesh=mesh)
         return self.torch_step(model)
 
-    def ours(self, stage: int, comm: cc.Communicator) -> Callable[[Batch], float]:
-        trainer = Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, sharding=stage)
-
-        def step(batch: Batch) -> float:
-            return trainer.step(batch).loss
-
-        step.close = trainer.close  # type: ignore[attr-defined]
-        return step
+    def ours(self, stage: int, comm: cc.Communicator) -> OurStep:
+        return OurStep(Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, sharding=stage))
 
     def turn(self, make: Callable[[], Any], batch: Batch, steps: int, warm: int) -> dict[str, Any]:
         """Seconds of `steps` steps, peak bytes, and the loss of the first."""

@@ -19,7 +19,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch_group
 from torch import distributed, nn
 
 import collectives as cc
@@ -46,19 +46,6 @@ def network() -> nn.Module:
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
-
-
-def start_gloo(comm: cc.Communicator) -> None:
-    """Gloo between the same ranks, on a free port of rank 0."""
-    port = np.zeros(1, np.int64)
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port[0] = free.getsockname()[1]
-    comm.broadcast(port)
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port[0]}", rank=comm.rank, world_size=comm.size
-    )
 
 
 def ddp_step() -> Callable[[tuple[torch.Tensor, torch.Tensor]], float]:
@@ -84,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with cc.init() as comm:
-        start_gloo(comm)
+        torch_group.start(comm, "gloo")
         trainers = {
             f"collectives, ZeRO-{stage}": Trainer(
                 network(), AdamW(lr=1e-3), comm, loss=loss, sharding=stage, trace=True

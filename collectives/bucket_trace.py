@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .work import QueuedWork, ThenWork
 
 if TYPE_CHECKING:
-    from .bucketing import Bucket
+    from .bucket_layout import Bucket
 
 
 @dataclasses.dataclass

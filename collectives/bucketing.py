@@ -24,17 +24,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .agreement import agree
 from .array import device_name, dtype_name, empty, namespace, native
-from .array.dtypes import ITEM_SIZES
+from .bucket_layout import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    Slot,
+    Spec,
+    make_buckets,
+    spec_of,
+)
 from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range
 from .errors import ArrayError, ArrayTypeError, CollectiveError, UnsupportedError, did_you_mean
 from .work import Work
@@ -42,77 +49,7 @@ from .work import Work
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
 _POOL = 3  # transient buckets: one being filled, one on the wire, one in between
-
-
-class Spec(NamedTuple):
-    """A parameter, as buckets see it."""
-
-    shape: tuple[int, ...]
-    dtype: str  # of its gradient
-    device: str
-    carried: str  # dtype in the bucket, in which gradients are added and reduced
-
-
-class Slot(NamedTuple):
-    """Where a parameter's gradient lies in its bucket."""
-
-    name: str
-    start: int  # in elements
-    length: int
-    shape: tuple[int, ...]
-
-
-class Bucket:
-    """Gradients that are reduced together."""
-
-    def __init__(self, index: int, dtype: str, device: str, slots: Sequence[Slot]) -> None:
-        self.index = index
-        self.dtype = dtype
-        self.device = device
-        self.slots = tuple(slots)
-        self.count = sum(slot.length for slot in slots)
-        self.nbytes = self.count * ITEM_SIZES[dtype]
-        self.buffer: Any = None  # 1-d; None while a transient bucket has none
-        self.missing = len(slots)
-        self.work: Work | None = None
-        self.times = BucketTimes()
-
-
-def make_buckets(
-    specs: Mapping[str, Spec], order: Sequence[str], first_bytes: int, bucket_bytes: int
-) -> list[Bucket]:
-    """Fills buckets in `order`: one stream of them for each dtype and device, numbered by the
-    place of their last parameter. A parameter that is larger than a bucket has one of its own.
-    """
-    filling: dict[tuple[str, str], list[str]] = {}
-    closed: list[tuple[int, tuple[str, str], list[str]]] = []
-    started: set[tuple[str, str]] = set()
-    for place, name in enumerate(order):
-        spec = specs[name]
-        key = (spec.carried, spec.device)
-        names = filling.setdefault(key, [])
-        size = ITEM_SIZES[spec.carried]
-        held = sum(math.prod(specs[n].shape) for n in names) * size
-        limit = bucket_bytes if key in started else min(first_bytes, bucket_bytes)
-        if names and held + math.prod(spec.shape) * size > limit:
-            closed.append((place - 1, key, names))
-            started.add(key)
-            names = filling[key] = []
-        names.append(name)
-    places = {name: place for place, name in enumerate(order)}
-    closed += [(places[names[-1]], key, names) for key, names in filling.items()]
-    buckets = []
-    for index, (_, (dtype, device), names) in enumerate(sorted(closed, key=lambda c: c[0])):
-        slots, at = [], 0
-        for name in names:
-            count = math.prod(specs[name].shape)
-            slots.append(Slot(name, at, count, specs[name].shape))
-            at += count
-        buckets.append(Bucket(index, dtype, device, slots))
-    return buckets
 
 
 class Bucketer:
@@ -161,7 +98,9 @@ class Bucketer:
             raise ValueError("bucket_bytes and first_bucket_bytes must be at least 1")
         self.comm = comm
         self._sizes = (first_bucket_bytes, bucket_bytes)
-        self.specs = {name: _spec(name, x, dtype) for name, x in parameters.items()}
+        self.specs: dict[str, Spec] = {
+            name: spec_of(name, x, dtype) for name, x in parameters.items()
+        }
         names = list(self.specs)
         self.layout = list(reversed(names)) if layout is None else list(layout)
         if sorted(self.layout) != sorted(names):
@@ -565,17 +504,6 @@ class Bucketer:
         for name, (bucket, slot) in self._slots.items():
             self._part(bucket, slot)[...] = self._part(*old[name])
         self.rebuilt = True
-
-
-def _spec(name: str, x: Any, dtype: Any) -> Spec:
-    if isinstance(x, Spec):
-        return x
-    array = native(x, f"parameter {name!r}")
-    own = dtype_name(array.dtype)
-    if not own.startswith(("float", "bfloat", "complex")):
-        raise ArrayTypeError(f"parameter {name!r} is {own}; gradients need a float dtype")
-    carried = own if dtype is None else dtype_name(dtype)
-    return Spec(tuple(array.shape), own, device_name(array), carried)
 
 
 def _address(x: Any) -> int:

@@ -8,7 +8,7 @@ import struct
 import time
 
 import pytest
-from test_bootstrap import run_all
+from bootstraps import run_all
 
 import collectives as cc
 from collectives.bootstrap import Server, Tcp, listen

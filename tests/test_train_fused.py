@@ -8,20 +8,12 @@ import subprocess
 
 import numpy as np
 import pytest
+from optimizers import OPTIMIZERS
 
 from collectives.array.dtypes import numpy_dtype
-from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused, norms
+from collectives.train import LAMB, fused, norms
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
-OPTIMIZERS = [
-    SGD(lr=0.1, weight_decay=0.01),
-    SGD(lr=0.1, momentum=0.9),
-    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    Adam(lr=0.01, weight_decay=0.01),
-    AdamW(lr=0.01, weight_decay=0.1),
-    LARS(lr=1.0, weight_decay=0.01),
-    LAMB(lr=0.02),
-]
 C_TYPES = {"float32": "float", "float64": "double", "bfloat16": "unsigned short"}
 
 

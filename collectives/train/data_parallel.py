@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,16 +19,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..agreement import agree, exchange
+from ..agreement import agree
 from ..array import device_name, dtype_name, empty, native
-from ..bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Bucketer, Spec, put
+from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
+from ..bucketing import Bucketer, put
 from ..errors import CollectiveError, did_you_mean
 from ..work import ThenWork, Work
 from .batches import micro_batches, samples
 from .gathering import Gatherer
+from .gradient_norm import gradient_norm, who_is_not_finite
 from .model import model_of
-from .norms import finite, sums_of_squares
-from .optimizers import Optimizer
+from .norms import finite
+from .parameter_groups import parameter_groups
 from .precision import LossScale, compute_dtype
 from .progress import Bar, Log, Metrics, text_of
 from .schedules import Constant, Schedule
@@ -155,7 +155,9 @@ class Trainer:
         self._log = Log(metrics, comm.rank)
         self._model = model_of(model, params, loss, frozen)
         self.names = list(self._model.parameters)
-        self._groups(optimizer, groups)
+        self._optimizers, self._number, self._torch = parameter_groups(
+            self._model, optimizer, groups
+        )
         self._agree(
             {
                 "model": type(self._model).__name__,
@@ -436,43 +438,6 @@ class Trainer:
 
     # ---- setting up ----------------------------------------------------------------------------
 
-    def _groups(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Which optimizer steps which parameter: `_optimizers`, and its number for each name."""
-        self._optimizers: list[Any] = [optimizer]
-        self._number = dict.fromkeys(self._model.parameters, 0)
-        self._torch: Any = None
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-            from .module import ModuleModel
-            from .torch_optimizer import TorchOptimizer
-
-            if groups or not isinstance(self._model, ModuleModel):
-                raise TypeError("a torch optimizer has groups of its own, and steps a module")
-            self._torch = optimizer
-            self._optimizers = [TorchOptimizer.of(optimizer, self._model.named)]
-            return
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}; pass one of collectives.train: SGD, "
-                "Adam, AdamW, LARS, LAMB, or for a module one of torch's"
-            )
-        for group in groups:
-            settings = dict(group)
-            patterns = settings.pop("params")
-            try:
-                self._optimizers.append(dataclasses.replace(optimizer, **settings))
-            except TypeError as error:
-                raise ValueError(f"groups: {error}") from None
-            for pattern in patterns:
-                names = fnmatch.filter(self._number, pattern)
-                if not names:
-                    hint = did_you_mean(pattern, self._number)
-                    raise ValueError(f"groups: no parameter is like {pattern!r}; {hint}")
-                twice = [n for n in names if self._number[n]]
-                if twice:
-                    raise ValueError(f"groups: {twice[0]!r} is in two groups")
-                self._number |= dict.fromkeys(names, len(self._optimizers) - 1)
-
     def _agree(self, settings: Mapping[str, Any]) -> None:
         model = self._model
         shapes = {
@@ -559,40 +524,15 @@ class Trainer:
 
     def _norm(self, scale: float, unused: frozenset[str]) -> tuple[float, bool]:
         """The norm of the gradient, and whether it overflowed in fp16."""
-        parts = [
-            (0, shard.grad[piece.low : piece.high])
-            for shard, piece in self.store.pieces()
-            if piece.name not in unused
-        ]
-        square = float(sums_of_squares(parts, 1, self.store.comm)[0])
-        if math.isfinite(square):
-            return math.sqrt(square) / scale, False
+        norm = gradient_norm(self.store, unused)
+        if math.isfinite(norm):
+            return norm / scale, False
         if self.loss_scale is not None:
             return math.nan, True
-        self._raise_not_finite()
-        raise AssertionError("unreachable")
-
-    def _raise_not_finite(self) -> None:
-        """All ranks are here: they have the same norm."""
-        names = self.names
-        number = {name: i for i, name in enumerate(names)}
-        parts = [
-            (number[piece.name], shard.grad[piece.low : piece.high])
-            for shard, piece in self.store.pieces()
-        ]
-        squares = sums_of_squares(parts, len(names), self.store.comm)
-        where = exchange(self.comm, sorted(self._bad))
-        words = []
-        for name, square in zip(names, squares, strict=True):
-            if not math.isfinite(square):
-                ranks = [r for r, bad in enumerate(where) if name in bad]
-                listed = ", ".join(map(str, ranks))
-                source = f"rank{'s'[: len(ranks) - 1]} {listed}" if ranks else "no rank alone"
-                words.append(f"{name!r} ({source})")
+        # All ranks are here: they have the same norm.
+        words = who_is_not_finite(self.comm, self.store, self.names, self._bad)
         raise CollectiveError(
-            f"step {self.steps + 1}: gradients are not finite: {', '.join(words[:8])}"
-            + (f" and {len(words) - 8} more" if len(words) > 8 else "")
-            + "; nothing was written",
+            f"step {self.steps + 1}: gradients are not finite: {words}; nothing was written",
             rank=self.comm.rank,
         )
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..array import ITEM_SIZES, empty
-from ..bucketing import Bucket
+from ..bucket_layout import Bucket
 from .norms import CHUNK
 
 if TYPE_CHECKING:

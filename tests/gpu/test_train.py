@@ -9,24 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gpus import MARK, cupy
+from optimizers import OPTIMIZERS
 
 from collectives.array.dtypes import numpy_dtype
-from collectives.train import LAMB, LARS, SGD, Adam, AdamW, fused
+from collectives.train import LAMB, fused
 from collectives.train.norms import sums_of_squares
 
 pytestmark = MARK
 if not hasattr(cupy, "RawModule"):
     pytest.skip("the emulated cupy compiles no kernels", allow_module_level=True)
-
-OPTIMIZERS = [
-    SGD(lr=0.1, weight_decay=0.01),
-    SGD(lr=0.1, momentum=0.9),
-    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    Adam(lr=0.01, weight_decay=0.01),
-    AdamW(lr=0.01, weight_decay=0.1),
-    LARS(lr=1.0, weight_decay=0.01),
-    LAMB(lr=0.02),
-]
 
 
 def on_device(x: Any) -> Any:

@@ -1,0 +1,112 @@
+"""The optimizers: one result in all stages, and the formulas of torch and of the papers."""
+
+from __future__ import annotations
+
+import models
+import numpy as np
+import pytest
+from optimizers import ELEMENTWISE
+from training import same_in_all_modes
+
+import collectives as cc
+from collectives.train import LAMB, LARS, Adam, AdamW, Trainer
+
+# That need norms of whole parameters; LARS with a coefficient with which it learns in few steps.
+LAYERWISE = [LARS(lr=1.0, weight_decay=0.01, coefficient=0.02), LAMB(lr=0.02)]
+
+
+@pytest.mark.parametrize("optimizer", [*ELEMENTWISE, *LAYERWISE], ids=str)
+def test_optimizers_are_equal_in_all_stages(optimizer):
+    told, _ = same_in_all_modes(3, 15, optimizer=optimizer, clip_norm=0.3)
+    assert told[-1][0] < told[0][0]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=str)
+def test_optimizers_as_torch_has_them(optimizer):
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(0)
+    w = random.normal(size=1000).astype(np.float32)
+    theirs = torch.tensor(w.astype(np.float64), requires_grad=True)
+    settings = {k: v for k, v in vars(optimizer).items() if not k.startswith("beta")}
+    if isinstance(optimizer, Adam | AdamW):
+        settings["betas"] = (optimizer.beta1, optimizer.beta2)
+    other = getattr(torch.optim, type(optimizer).__name__)([theirs], **settings)
+    state = {name: np.zeros_like(w) for name in optimizer.slots}
+    for step in range(1, 20):
+        g = random.normal(size=1000).astype(np.float32)
+        theirs.grad = torch.tensor(g.astype(np.float64))
+        other.step()
+        optimizer.update(w, g, state, optimizer.lr, step, np.empty_like(g))
+    assert np.allclose(w, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", [*ELEMENTWISE[3:], Adam(lr=0.1), AdamW(1e-3, 0.0)], ids=str)
+def test_one_pass_has_the_bits_of_many(optimizer, dtype):
+    """At every length, alignment and size of numbers, also those that under- and overflow."""
+    random = np.random.default_rng(0)
+    for count, low in [(1, 0), (7, 1), (64, 3), (1000, 5)]:
+        size = 10.0 ** random.integers(-25, 12, low + count)
+        w, g, m, v = (
+            (random.normal(size=low + count) * size).astype(dtype)[low:] for _ in range(4)
+        )
+        v = np.abs(v)
+        g[0], m[0], v[0] = 0, -0.0, 0
+        slow = {"first": m.copy(), "second": v.copy()}
+        fast = {"first": m.copy(), "second": v.copy()}
+        w_slow, w_fast = w.copy(), w.copy()
+        with np.errstate(all="ignore"):
+            for step in (1, 2, 9):
+                scaled = g * np.dtype(dtype).type(0.3)
+                optimizer.update(w_slow, scaled, slow, 0.01, step, np.empty_like(g))
+                assert optimizer.fused(w_fast, g, 0.3, fast, 0.01, step)
+        assert w_slow.tobytes() == w_fast.tobytes()
+        assert models.bits(slow) == models.bits(fast)
+    assert not optimizer.fused(w, np.zeros_like(g, np.float16), 1.0, fast, 0.01, 1)
+
+
+def layerwise_by_the_paper(optimizer, w, grads):
+    """LARS and LAMB as their papers write them, on one whole parameter in float64."""
+    m = v = np.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        if isinstance(optimizer, LARS):
+            wn, gn = np.linalg.norm(w), np.linalg.norm(g)
+            rate = optimizer.coefficient * wn / (gn + optimizer.weight_decay * wn)
+            m = optimizer.momentum * m + optimizer.lr * rate * (g + optimizer.weight_decay * w)
+            w = w - m
+        else:
+            m = optimizer.beta1 * m + (1 - optimizer.beta1) * g
+            v = optimizer.beta2 * v + (1 - optimizer.beta2) * g * g
+            r = m / (1 - optimizer.beta1**t)
+            r = r / (np.sqrt(v / (1 - optimizer.beta2**t)) + optimizer.eps)
+            r = r + optimizer.weight_decay * w
+            w = w - optimizer.lr * np.linalg.norm(w) / np.linalg.norm(r) * r
+    return w
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("optimizer", LAYERWISE, ids=str)
+def test_layer_norms_across_shard_boundaries(optimizer, stage):
+    """One parameter over three ranks: the norms must be those of all of it."""
+    random = np.random.default_rng(3)
+    w = random.normal(size=5000)
+    grads = [random.normal(size=5000) for _ in range(6)]
+
+    def body(comm):
+        steps = iter(grads)
+
+        def function(params, batch, emit):
+            assert params["w"].shape == (5000,)
+            emit("w", next(steps))
+            return 0.0
+
+        trainer = Trainer(function, optimizer, comm, params={"w": w}, sharding=stage)
+        assert stage == 0 or 0 < trainer.store.shards[0].high - trainer.store.shards[0].low < 5000
+        for _ in grads:
+            trainer.step(np.zeros((1, 1)))
+        return trainer.parameters()["w"]
+
+    wanted = layerwise_by_the_paper(optimizer, w, grads)
+    for got in cc.run_threads(3, body, timeout=20):
+        assert np.allclose(got, wanted, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,155 @@
+"""What the trainer refuses, and in which words: bad gradients, ranks that differ, settings."""
+
+from __future__ import annotations
+
+import models
+import numpy as np
+import pytest
+from training import MODES, NODES, batches, make
+from worlds import outcomes
+
+import collectives as cc
+from collectives.train import SGD, AdamW, Steps, Trainer
+
+
+def refusal(n, body):
+    ended = outcomes(n, body, timeout=60)
+    assert all(isinstance(e, cc.CollectiveError) for e in ended), ended
+    return "\n".join(map(str, ended))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_gradients_that_are_not_finite(mode, bad):
+    """All ranks say which parameter and whose; nothing is written."""
+
+    def function(params, batch, emit):
+        def spoilt(name, grad):
+            if batch[0][0, 0] > 1e8 and name in ("b2", "w2"):
+                grad = grad.copy()
+                grad.flat[-1] = bad
+            emit(name, grad)
+
+        spoilt.scale = emit.scale
+        return models.loss_and_grads(params, batch, spoilt)
+
+    def body(comm):
+        trainer = make(comm, mode, function=function)
+        batch = models.part_of(next(batches(1)), comm.rank, comm.size)
+        trainer.step(batch)
+        before = models.bits(trainer.parameters())
+        spoilt = batch[0].copy()
+        spoilt[0, 0] = 1e9 if comm.rank == 2 else 0
+        with pytest.raises(cc.CollectiveError) as told:
+            trainer.step((spoilt, batch[1]))
+        assert models.bits(trainer.parameters()) == before
+        trainer.step(batch)  # and it can go on
+        trainer.close()
+        comm.barrier()
+        return str(told.value)
+
+    for words in cc.run_threads(3, body, nodes=NODES[3], timeout=60):
+        assert "step 2: gradients are not finite" in words
+        assert "'w2' (rank 2)" in words and "'b2' (rank 2)" in words
+        assert "w3" not in words
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"optimizer": SGD(lr=0.1)}, "setting 'optimizer' is"),
+        ({"optimizer": AdamW(lr=0.5)}, "AdamW(lr=0.5"),
+        ({"clip_norm": 1.0}, "setting 'clip_norm' is null on ranks 0, 2; 1.0 on rank 1"),
+        ({"mode": (1, None)}, "setting 'sharding' is 0 on ranks 0, 2; 1 on rank 1"),
+        ({"accumulate": 2}, "setting 'accumulate'"),
+        ({"reduce_every": "micro-batch"}, "setting 'reduce_every'"),
+        ({"precision": "bf16"}, "setting 'precision'"),
+        ({"schedule": Steps((1,))}, "setting 'schedule'"),
+        ({"groups": [{"params": ["b*"], "lr": 1.0}]}, "setting 'optimizer'"),
+        ({"params": models.parameters("float64")}, "parameter 'w1' is"),
+        ({"params": {"w1": np.zeros(3, np.float32)}}, "parameter 'b1' is"),
+        ({"frozen": ["b1"]}, "parameter 'b1' is"),
+        ({"bucket_bytes": 5000}, "setting 'bucket_bytes' is 6000 on ranks 0, 2; 5000 on rank 1"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_ranks_that_differ(more, words):
+    def body(comm):
+        make(comm, **(more if comm.rank == 1 else {}))
+
+    told = refusal(3, body)
+    assert words in told
+    assert told.count("the ranks differ") == 3
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_of_another_shape(stage):
+    def function(params, batch, emit):
+        emit("b", np.zeros(3, np.float32))
+        emit("a", np.zeros((2, 3) if batch[0, 0] == 1 else 6, np.float32))
+        return 0.0
+
+    def body(comm):
+        params = {n: np.zeros(s, np.float32) for n, s in (("a", 6), ("b", 3))}
+        trainer = Trainer(function, SGD(lr=1.0), comm, params=params, sharding=stage)
+        trainer.step(np.full((1, 1), comm.rank))
+
+    assert "rank 1: the gradient of 'a' has shape (2, 3), the parameter (6,)" in refusal(2, body)
+
+
+def test_parameters_used_in_different_orders():
+    """Under stage 3 that would hand one parameter out as another."""
+
+    def function(params, batch, emit):
+        order = "ab" if batch[0, 0] == 0 else "ba"
+        for name in order:
+            params[name].sum()
+        for name in "ba":
+            emit(name, np.zeros(900, np.float32))
+        return 0.0
+
+    def body(comm, differs_at):
+        params = {n: np.zeros(900, np.float32) for n in "ab"}
+        trainer = Trainer(
+            function, SGD(lr=1.0), comm, params=params, sharding=3,
+            bucket_bytes=1, first_bucket_bytes=1,
+        )  # fmt: skip
+        for step in range(3):
+            trainer.step(np.full((1, 1), comm.rank if step == differs_at else 0))
+
+    for step in (0, 2):
+        ended = outcomes(2, lambda comm, step=step: body(comm, step), timeout=60)
+        assert any(isinstance(e, cc.MismatchError) for e in ended), ended
+        assert all(isinstance(e, cc.CollectiveError) for e in ended), ended
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"mode": (4, None)}, "sharding=4"),
+        ({"mode": (1, "rack")}, "only 'node' is known"),
+        ({"precision": "fp8"}, "known: float32, bf16"),
+        ({"normalize": "token"}, "did you mean 'tokens'"),
+        ({"normalize": "tokens"}, "needs count="),
+        ({"reduce_every": "microbatch"}, "micro-batch"),
+        ({"accumulate": 0}, "at least one micro-batch"),
+        ({"clip_norm": 0.0}, "must be positive"),
+        ({"offload": "disk"}, "only 'host'"),
+        ({"frozen": ["w11"]}, "did you mean 'w1'"),
+        ({"groups": [{"params": ["x*"], "lr": 1.0}]}, "no parameter is like 'x*'"),
+        ({"groups": [{"params": ["w1"], "rate": 1.0}]}, "rate"),
+        ({"groups": [{"params": ["w1"], "lr": -1.0}]}, "must be >= 0"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_wrong_settings(more, words):
+    with pytest.raises(ValueError) as told:
+        cc.run_threads(1, lambda comm: make(comm, **more))
+    assert words in str(told.value)
+
+
+def test_no_model():
+    with pytest.raises(TypeError, match="a function with params="):
+        cc.run_threads(1, lambda comm: Trainer(models.loss_and_grads, SGD(lr=1), comm))
+    with pytest.raises(TypeError, match="pass one of"):
+        cc.run_threads(1, lambda comm: make(comm, optimizer="adam"))

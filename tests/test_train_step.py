@@ -1,0 +1,227 @@
+"""What a step of the trainer means: means over uneven parts, which parameters it moves, fp16."""
+
+from __future__ import annotations
+
+import models
+import numpy as np
+import pytest
+from training import alone, make, train
+
+import collectives as cc
+from collectives.train import SGD, LossScale, Trainer
+
+
+def linear(params, batch, emit):
+    """loss = mean of x·w: the gradient is the mean of x, whatever w is."""
+    emit("w", batch.mean(axis=0))
+    return float(batch.mean(axis=0) @ params["w"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_mean_over_uneven_parts(stage):
+    """Rank r has r samples, rank 0 none: the step is that of the mean over all of them."""
+    x = np.random.default_rng(0).normal(size=(6, 3))
+
+    def body(comm):
+        trainer = Trainer(
+            linear, SGD(lr=1.0), comm, params={"w": np.zeros(3)}, sharding=stage, accumulate=1
+        )
+        low = sum(range(comm.rank))
+        for _ in range(2):
+            metrics = trainer.step(x[low : low + comm.rank] if comm.rank else None)
+        assert metrics.samples == 6
+        assert metrics.loss == pytest.approx(-float(x.mean(axis=0) @ x.mean(axis=0)))
+        return trainer.parameters()["w"]
+
+    for w in cc.run_threads(4, body, timeout=20):
+        assert np.allclose(w, -2 * x.mean(axis=0), atol=1e-15)
+
+
+def test_the_mean_over_tokens():
+    """Rank 0 has one sample of 2 tokens, rank 1 one of 6."""
+
+    def body(comm):
+        batch = np.full((1, 3), [2.0, 6.0][comm.rank])
+        trainer = Trainer(
+            linear,
+            SGD(lr=1.0),
+            comm,
+            params={"w": np.zeros(3)},
+            normalize="tokens",
+            count=lambda b: int(b[0, 0]),
+        )
+        assert trainer.step(batch).samples == 8
+        return trainer.parameters()["w"].tolist()
+
+    mean = (2 * 2 + 6 * 6) / 8
+    assert cc.run_threads(2, body) == [[-mean] * 3] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_join_goes_on_until_every_rank_is_through(stage):
+    """Ranks with 1, 2 and 3 batches: three steps, as one process takes them on what there is."""
+    x = np.random.default_rng(0).normal(size=(3, 3, 4, 3))  # step, rank, sample
+
+    def body(comm):
+        trainer = Trainer(linear, SGD(lr=1.0), comm, params={"w": np.zeros(3)}, sharding=stage)
+        mine = (x[step, comm.rank] for step in range(comm.rank + 1))
+        told = [trainer.step(batch) for batch in trainer.join(mine)]
+        assert [m.samples for m in told] == [12, 8, 4]
+        return trainer.parameters()["w"]
+
+    wanted = -(x[0].mean((0, 1)) + x[1, 1:].mean((0, 1)) + x[2, 2].mean(0))
+    for w in cc.run_threads(3, body, timeout=20):
+        assert np.allclose(w, wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tied_frozen_and_grouped_parameters(stage):
+    def function(params, batch, emit):
+        assert params["in"] is not None and params["out"].shape == (600, 2)
+        assert np.array_equal(params["in"], params["out"])
+        emit("in", np.full((600, 2), 1.0))
+        emit("out", np.full((600, 2), 2.0))
+        emit("fixed", np.full(3, 9.0))  # of no use, and no error
+        emit("slow", np.ones(700))
+        emit("bias", np.ones(3))
+        return 0.0
+
+    def body(comm):
+        shared = np.zeros((600, 2))
+        params = {
+            "in": shared,
+            "fixed": np.full(3, 5.0),
+            "out": shared,
+            "slow": np.zeros(700),
+            "bias": np.full(3, 1.0),
+        }
+        trainer = Trainer(
+            function,
+            SGD(lr=1.0, weight_decay=0.5),
+            comm,
+            params=params,
+            sharding=stage,
+            frozen=["fixed"],
+            groups=[{"params": ["s*"], "lr": 0.1}, {"params": ["bias"], "weight_decay": 0.0}],
+        )
+        trainer.step(np.zeros((1, 1)))
+        with trainer.gathered() as seen:
+            assert np.array_equal(seen["out"], np.full((600, 2), -3.0))
+            assert np.array_equal(seen["fixed"], np.full(3, 5.0))
+        found = trainer.parameters()
+        assert "fixed" not in found and "out" not in found
+        return {name: x.ravel()[0] for name, x in found.items()}
+
+    wanted = {"in": -3.0, "slow": -0.1, "bias": 0.0}
+    assert cc.run_threads(2, body, timeout=20) == [wanted] * 2
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unused_parameters_are_left_alone(stage, static):
+    """Used on rank 1 alone: it is stepped. Used nowhere: no weight decay, no momentum."""
+
+    def function(params, batch, emit):
+        emit("a", np.ones(3))
+        if batch[0, 0] == 1:
+            emit("b", np.full(3, 4.0))
+        return 0.0
+
+    def body(comm):
+        trainer = Trainer(
+            function,
+            SGD(lr=1.0, weight_decay=0.5),
+            comm,
+            params={n: np.ones(3) for n in "abc"},
+            sharding=stage,
+            find_unused=not static,
+            static_graph=static,
+        )
+        found = []
+        for _ in range(2):
+            trainer.step(np.full((1, 1), comm.rank))
+            found.append([trainer.parameters()[n][0] for n in "abc"])
+        return found
+
+    wanted = [[-0.5, -1.5, 1.0], [-1.25, -2.75, 1.0]]
+    assert cc.run_threads(2, body, timeout=20) == [wanted] * 2
+
+
+def test_a_model_begins_as_that_of_rank_0():
+    def body(comm):
+        trainer = make(comm, params=models.parameters(seed=comm.rank))
+        return models.bits(trainer.parameters())
+
+    assert cc.run_threads(3, body) == [models.bits(models.parameters())] * 3
+
+
+@pytest.mark.jax
+def test_jax():
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    @jax.jit
+    def gradients(params, x, y):
+        def loss(p):
+            h = jnp.tanh(x @ p["w1"] + p["b1"])
+            h = jax.nn.relu(h @ p["w2"] + p["b2"])
+            return ((h @ p["w3"] * p["scale"] - y) ** 2).mean()
+
+        return jax.value_and_grad(loss)(params)
+
+    def function(params, batch, emit):
+        assert all(isinstance(x, jax.Array) for x in params.values())
+        return gradients(dict(params), *batch)
+
+    def body(comm):
+        params = {name: jnp.asarray(x) for name, x in models.parameters().items()}
+        told = [train(comm, (stage, None), 5, function=function, params=params) for stage in (0, 3)]
+        assert told[0] == told[1]
+        return told[0][0][-1][0]
+
+    losses = cc.run_threads(2, body, timeout=60)
+    assert losses[0] == losses[1] == pytest.approx(alone(5)[0][-1][0], rel=1e-5)
+
+
+# ---- fp16 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_overflow_on_one_rank_stops_all(stage):
+    """The gradient that overflows lies in one rank's shard; no rank steps, all halve the scale."""
+
+    def function(params, batch, emit):
+        assert params["w"].dtype == np.float16
+        grad = np.zeros(3000, np.float16)
+        grad[0] = np.inf if batch[0, 0] == 1 and emit.scale == 8.0 else 0  # of rank 1, in rank 0's
+        emit("w", grad)
+        return 0.0
+
+    def body(comm):
+        trainer = Trainer(
+            function,
+            SGD(lr=1.0, weight_decay=0.5),
+            comm,
+            params={"w": np.ones(3000, np.float32)},
+            sharding=stage,
+            precision="fp16",
+            loss_scale=LossScale(scale=8.0, interval=2),
+        )
+        told = []
+        for _ in range(4):
+            metrics = trainer.step(np.full((1, 1), comm.rank))
+            told.append((metrics.skipped, metrics.scale, float(trainer.parameters()["w"][0])))
+        return told, trainer.updates
+
+    wanted = [(True, 8.0, 1.0), (False, 4.0, 0.5), (False, 4.0, 0.25), (True, 8.0, 0.25)]
+    assert cc.run_threads(2, body, timeout=20) == [(wanted, 2)] * 2
+
+
+def test_loss_scale():
+    scale = LossScale(scale=4.0, interval=2)
+    for overflow, wanted in [(False, 4), (False, 8), (True, 4), (False, 4), (False, 8), (True, 4)]:
+        scale.update(overflow)
+        assert scale.scale == wanted
+    for _ in range(9):
+        scale.update(True)
+    assert scale.scale == 1
