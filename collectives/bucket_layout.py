@@ -16,6 +16,7 @@ from .bucket_trace import BucketTimes
 from .errors import ArrayTypeError
 
 if TYPE_CHECKING:
+    from .torch_gradients import Waiting
     from .work import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -53,6 +54,7 @@ class Bucket:
         self.buffer: Any = None  # 1-d; None while a transient bucket has none
         self.missing = len(slots)
         self.work: Work | None = None
+        self.waiting: Waiting | None = None  # gradients of torch that go in together
         self.times = BucketTimes()
 
 

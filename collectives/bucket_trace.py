@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .work import QueuedWork, ThenWork
+from .side_stream import SideWork
+from .work import ThenWork, Work
 
 if TYPE_CHECKING:
     from .bucket_layout import Bucket
@@ -52,6 +53,42 @@ class Statistics:
         return 100.0 * max(0.0, 1.0 - self.exposed / self.busy) if self.busy else 100.0
 
 
+class _Pass:
+    """What is known of a pass: buckets with their times and works, and when backward was over."""
+
+    def __init__(
+        self,
+        done: list[tuple[Bucket, BucketTimes, Work | None]],
+        called: float,
+        ended: float,
+        mark: Any,
+    ) -> None:
+        self.done = done
+        self.called = called
+        self._ended = ended
+        self._mark = mark
+        works = [inner(work) for _, _, work in done]
+        self._there = [work for work in works if isinstance(work, SideWork)]
+
+    def over(self) -> bool:
+        """True if GPUs are through with it."""
+        return all(work.done() for work in self._there)
+
+    def tell_times(self) -> None:
+        """Waits for the GPUs, and asks when what happened."""
+        for there in self._there:
+            there.ended.synchronize()
+        if self._there and self._mark is not None:
+            side = self._there[0].side
+            self._mark.synchronize()
+            self.called = side.when(self._mark)
+        for _, times, work in self.done:
+            span = getattr(work, "span", None)  # one that the user's `reduce` made may have none
+            times.began, times.finished = span() if span else (times.launched, self._ended)
+        if self._there and self._mark is not None:
+            side.anchor(self._mark)
+
+
 class Trace:
     """The times of one rank's buckets: of the last step, or with `keep` of all."""
 
@@ -60,25 +97,37 @@ class Trace:
         self._rank = rank
         self._keep = keep
         self._events: list[dict[str, Any]] = []
+        self._unsettled: list[_Pass] = []
 
-    def end_pass(self, buckets: Sequence[Bucket], called: float, ended: float) -> None:
-        """All works are done. `called` is when backward was over, `ended` when the wait was."""
+    def end_pass(
+        self, buckets: Sequence[Bucket], called: float, ended: float, mark: Any = None
+    ) -> None:
+        """All works were waited for. `called` is when backward was over, `ended` when the wait was;
+        on a GPU, which may not have come so far, backward is over at the event `mark`.
+        """
+        step = _Pass([(b, b.times, b.work) for b in buckets], called, ended, mark)
+        self._unsettled.append(step)
+        self.settle()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Counts the passes that GPUs are through with; with `wait` all of them."""
+        while self._unsettled and (wait or self._unsettled[0].over()):
+            step = self._unsettled.pop(0)
+            step.tell_times()
+            self._count(step)
+
+    def _count(self, step: _Pass) -> None:
         if not self._keep:
             self._events = []
         busy = exposed = 0.0
-        step = self.statistics.steps
-        for bucket in buckets:
-            times, work = bucket.times, bucket.work
-            if isinstance(work, (QueuedWork, ThenWork)):
-                times.began, times.finished = work.span()
-            else:  # a stream orders it: the host knows when it launched, and when it waited
-                times.began, times.finished = times.launched, ended
+        number = self.statistics.steps
+        for bucket, times, _ in step.done:
             busy += times.finished - times.began
-            hidden = max(0.0, times.finished - max(times.began, called))
+            hidden = max(0.0, times.finished - max(times.began, step.called))
             exposed += hidden
             name = f"bucket {bucket.index}"
             about = {
-                "step": step,
+                "step": number,
                 "bytes": bucket.nbytes,
                 "dtype": bucket.dtype,
                 "parameters": [slot.name for slot in bucket.slots],
@@ -88,11 +137,11 @@ class Trace:
             self._add(f"{name} waits", "queue", times.launched, times.began, about)
             self._add(f"{name} reduced", "wire", times.began, times.finished, about)
             if hidden:
-                start = max(times.began, called)
+                start = max(times.began, step.called)
                 self._add(f"{name} exposed", "exposed", start, times.finished, about)
         self.statistics.steps += 1
-        self.statistics.buckets += len(buckets)
-        self.statistics.nbytes += sum(bucket.nbytes for bucket in buckets)
+        self.statistics.buckets += len(step.done)
+        self.statistics.nbytes += sum(bucket.nbytes for bucket, _, _ in step.done)
         self.statistics.busy += busy
         self.statistics.exposed += exposed
 
@@ -121,6 +170,11 @@ class Trace:
 
 
 _TIDS = {"gradients": 0, "queue": 1, "wire": 2, "exposed": 3}
+
+
+def inner(work: Work | None) -> Work | None:
+    """The collective of a work that does something once that is over."""
+    return inner(work.first) if isinstance(work, ThenWork) else work
 
 
 @contextlib.contextmanager

@@ -17,6 +17,11 @@ https://doi.org/10.14778/3415478.3415530, section 3.2.
 Cost: every gradient is copied once into its bucket, unless it was written there (`view`). Memory:
 one copy of all gradients in symmetric buffers, or `pool` buckets with `transient`.
 
+Gradients on a GPU are reduced on a stream beside the caller's, which is cupy's current stream, or
+torch's where the gradients are tensors of torch. `finish` makes that stream wait, and the host not:
+what went wrong raises at the next call, or in `comm.synchronize()`. Tensors of torch are kept until
+their bucket is full, and copied there together; hand them over, and write them no more.
+
 To join many small arrays without a model, use `comm.group()`.
 """
 
@@ -24,15 +29,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .agreement import agree
-from .array import device_name, dtype_name, empty, namespace, native
+from .array import device_name, dtype_name, empty, native
 from .bucket_layout import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -44,6 +51,8 @@ from .bucket_layout import (
 )
 from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range
 from .errors import ArrayError, ArrayTypeError, CollectiveError, UnsupportedError, did_you_mean
+from .gradients import address, put
+from .side_stream import SideStreams
 from .work import Work
 
 if TYPE_CHECKING:
@@ -130,12 +139,15 @@ class Bucketer:
             },
         )
         self.siblings: list[Communicator] = []  # that are aborted along with comm
+        self.side = SideStreams()
+        self._gpu_of_torch: int | None = None  # where gradients are that are tensors of torch
         self.rebuilt = False  # True once buckets were filled anew
         self._pool: dict[tuple[str, str], list[Any]] = {}
         self._sync = True
         self._running = False  # between the first ready and the end of finish
         self._seen: dict[str, None] = {}  # ready in this pass, in order
         self._held: dict[str, Any] = {}  # gradients that wait for memory of a transient bucket
+        self._waiting_bytes = 0  # of those that are tensors of torch
         self.peak = 0  # most bytes of gradients that waited so
         self._touched: set[str] = set()  # have a gradient since the last reduction
         self._usual: frozenset[str] | None = None  # static_graph: what becomes ready here
@@ -205,6 +217,7 @@ class Bucketer:
         self._sync = False
         try:
             yield
+            self._flush()
         finally:
             self._sync = True
             self._running = False
@@ -221,18 +234,25 @@ class Bucketer:
         if not self._running:
             self._begin()
         if not self._sync:
+            self._flush()
             self._running = False
             return frozenset()
+        with self._on_stream_of_gradients():
+            return self._finish(timeout, absent)
+
+    def _finish(self, timeout: float | None, absent: bool) -> frozenset[str]:
         called = time.monotonic()
         kept = self._fill_missing(absent)
         if self._next < len(self.buckets):
             waiting = [b.index for b in self.buckets if b.missing]
             raise AssertionError(f"buckets {waiting} are not full")  # _fill_missing sees to it
         nowhere = self._find_nowhere()
+        device = next((b.device for b in self.buckets if b.device != "cpu"), None)
+        mark = None if device is None else self.side.of(device).mark()
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait(timeout)
-        self._trace.end_pass(self.buckets, called, time.monotonic())
+        self._trace.end_pass(self.buckets, called, time.monotonic(), mark)
         for name in nowhere & kept.keys():
             bucket, slot = self._slot(name)
             self._part(bucket, slot)[...] = kept[name]
@@ -264,7 +284,8 @@ class Bucketer:
 
     @property
     def statistics(self) -> Statistics:
-        """Sums over all steps, and what of the communication was hidden."""
+        """Sums over all steps, and what of the communication was hidden. Waits for GPUs."""
+        self._trace.settle(wait=True)
         return self._trace.statistics
 
     def trace(self) -> list[dict[str, Any]]:
@@ -272,6 +293,7 @@ class Bucketer:
         filled, when it waited, when it was on the wire, and what of that was exposed. Times are
         microseconds of a clock that the processes of a host share; pid is the rank.
         """
+        self._trace.settle(wait=True)
         return self._trace.events()
 
     def write_trace(self, path: str | Path) -> None:
@@ -324,8 +346,12 @@ class Bucketer:
         return bucket.buffer[slot.start : slot.start + slot.length].reshape(slot.shape)
 
     def _all_reduce(self, bucket: Bucket) -> Work:
-        work: Work = self.comm.all_reduce(bucket.buffer, self._op, order=self._order, async_op=True)
-        return work
+        return self.side.launch(
+            bucket.device,
+            partial(
+                self.comm.all_reduce, bucket.buffer, self._op, order=self._order, async_op=True
+            ),
+        )
 
     def _abort(self, message: str) -> None:
         """Tells the other ranks, which wait for this one."""
@@ -357,26 +383,16 @@ class Bucketer:
                     self._arrived(bucket, now)
 
     def _store(self, bucket: Bucket, slot: Slot, grad: Any, scale: float) -> None:
-        name, spec = slot.name, self.specs[slot.name]
+        if scale == 1.0 and bucket.device != "cpu" and self._wait_for_bucket(bucket, slot, grad):
+            return
+        name = slot.name
         try:
             array = native(grad, f"gradient of {name!r}")
             dtype = dtype_name(array.dtype)
         except ArrayError as error:
             self._abort(str(error))
             raise
-        here = f"rank {self.comm.rank}: the gradient of {name!r} has"
-        if tuple(array.shape) != slot.shape:
-            message = f"{here} shape {tuple(array.shape)}, the parameter {slot.shape}"
-            self._abort(message)
-            raise ArrayError(message, rank=self.comm.rank)
-        if dtype not in (spec.dtype, spec.carried):
-            message = f"{here} dtype {dtype}; expected is {spec.dtype}"
-            self._abort(message)
-            raise ArrayTypeError(message, rank=self.comm.rank)
-        if device_name(array) != spec.device:
-            message = f"{here} its memory on {device_name(array)}, the parameter on {spec.device}"
-            self._abort(message)
-            raise ArrayError(message, rank=self.comm.rank)
+        self._check(name, tuple(array.shape), dtype, device_name(array))
         fresh = name not in self._touched
         if self._transient and not (fresh and self._open(bucket)):
             held = self._held.get(name)
@@ -385,12 +401,75 @@ class Bucketer:
             put(held, array, scale, add=not fresh)
         else:
             part = self._part(bucket, slot)
-            if array.size and _address(array) == _address(part):  # it was written in place
+            if array.size and address(array) == address(part):  # it was written in place
                 array = part
                 fresh = True
                 if scale == 1.0:
                     return
             put(part, array, scale, add=not fresh)
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: str, device: str) -> None:
+        """Raises what `ready` says if a gradient is not what was announced."""
+        spec = self.specs[name]
+        here = f"rank {self.comm.rank}: the gradient of {name!r} has"
+        if shape != spec.shape:
+            message = f"{here} shape {shape}, the parameter {spec.shape}"
+            self._abort(message)
+            raise ArrayError(message, rank=self.comm.rank)
+        if dtype not in (spec.dtype, spec.carried):
+            message = f"{here} dtype {dtype}; expected is {spec.dtype}"
+            self._abort(message)
+            raise ArrayTypeError(message, rank=self.comm.rank)
+        if device != spec.device:
+            message = f"{here} its memory on {device}, the parameter on {spec.device}"
+            self._abort(message)
+            raise ArrayError(message, rank=self.comm.rank)
+
+    # ---- tensors of torch on a GPU ---------------------------------------------------------------
+
+    def _wait_for_bucket(self, bucket: Bucket, slot: Slot, grad: Any) -> bool:
+        """Keeps a gradient until its bucket is full, if it is such a tensor; False if it is not."""
+        torch = sys.modules.get("torch")
+        if torch is None or type(grad) is not torch.Tensor or slot.name in self._held:
+            return False
+        from .torch_gradients import Waiting, dtype_of
+
+        dtype = dtype_of(grad)
+        if dtype is None:
+            return False
+        ordinal = grad.get_device()
+        self._check(slot.name, tuple(grad.shape), dtype, f"cuda:{ordinal}")
+        self._gpu_of_torch = ordinal
+        if bucket.waiting is None:
+            bucket.waiting = Waiting()
+        if bucket.buffer is not None and not self._transient:
+            place = bucket.buffer.data.ptr + slot.start * bucket.buffer.itemsize
+            if grad.data_ptr() == place:  # it was written in place
+                return True
+        add = slot.name in self._touched and not self._transient
+        before = bucket.waiting.nbytes
+        bucket.waiting.put(slot.name, grad, add=add)
+        if self._transient:
+            self._waiting_bytes += bucket.waiting.nbytes - before
+            self._note_peak()
+        return True
+
+    def _flush(self) -> None:
+        """Gradients that wait for lasting buckets go there."""
+        if not self._transient:
+            for bucket in self.buckets:
+                if bucket.waiting is not None:
+                    bucket.waiting.flush(bucket)
+
+    def _on_stream_of_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """What cupy does in this block is ordered with what torch does."""
+        if self._gpu_of_torch is None:
+            return contextlib.nullcontext()
+        from .torch_gradients import cupy_follows
+
+        return cupy_follows(self._gpu_of_torch)
+
+    # ---- a pass, continued -----------------------------------------------------------------------
 
     def _zero(self, bucket: Bucket, slot: Slot) -> None:
         if self._transient and not self._open(bucket):
@@ -401,8 +480,12 @@ class Bucketer:
     def _hold(self, bucket: Bucket, slot: Slot) -> Any:
         """Memory for a gradient that has none in its bucket yet."""
         held = self._held[slot.name] = empty(slot.shape, bucket.dtype, bucket.device)
-        self.peak = max(self.peak, sum(x.nbytes for x in self._held.values()))
+        self._note_peak()
         return held
+
+    def _note_peak(self) -> None:
+        held = sum(x.nbytes for x in self._held.values())
+        self.peak = max(self.peak, held + self._waiting_bytes)
 
     def _open(self, bucket: Bucket) -> bool:
         """Gives a transient bucket its memory if it may have some now; True if it has."""
@@ -428,17 +511,24 @@ class Bucketer:
         times = bucket.times
         times.first = times.first or now
         bucket.missing -= 1
-        if bucket.missing == 0:
-            times.filled = time.monotonic()
-        if self._sync:
-            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-                self._launch(self.buckets[self._next])
-                self._next += 1
+        if bucket.missing:
+            return
+        times.filled = time.monotonic()
+        with self._on_stream_of_gradients():
+            if bucket.waiting is not None and not self._transient:
+                bucket.waiting.flush(bucket)
+            if self._sync:
+                while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+                    self._launch(self.buckets[self._next])
+                    self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
         if self._transient:
             if not self._open(bucket):
                 raise AssertionError("buckets are launched in order")
+            if bucket.waiting is not None:
+                self._waiting_bytes -= bucket.waiting.nbytes
+                bucket.waiting.flush(bucket)
             for slot in bucket.slots:
                 held = self._held.pop(slot.name, None)
                 if held is not None:
@@ -506,30 +596,6 @@ class Bucketer:
         self.rebuilt = True
 
 
-def _address(x: Any) -> int:
-    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
-
-
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(repr(n) for n in names[:8])
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-@np.errstate(over="ignore", invalid="ignore")  # float16 overflows: the caller looks at the result
-def put(target: Any, source: Any, scale: float, *, add: bool) -> None:
-    """target = source * scale, or target += source * scale, for arrays of numpy or cupy. What is
-    smaller than float32 is computed in float32 and rounded once.
-    """
-    if scale == 1.0 and not add:
-        target[...] = source
-        return
-    xp = namespace(target)
-    wide = np.dtype(np.float32) if target.dtype.itemsize < 4 else target.dtype
-    term = source.astype(wide, copy=False)
-    if scale != 1.0:
-        direct = not add and wide == target.dtype
-        term = xp.multiply(term, wide.type(scale), out=target if direct else None)
-    if add:
-        term = target.astype(wide, copy=False) + term if wide != target.dtype else target + term
-    if term is not target:
-        target[...] = term

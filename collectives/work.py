@@ -97,7 +97,15 @@ class InFlight:
         self._held.clear()
 
 
-class QueuedWork(Work):
+class Spanned(Work):
+    """A call of which is known when it ran."""
+
+    @abstractmethod
+    def span(self) -> tuple[float, float]:
+        """When the call began and ended, in seconds of time.monotonic(); 0 where it has not."""
+
+
+class QueuedWork(Spanned):
     """A collective in the communicator's queue."""
 
     def __init__(self, core: _core.Work, result: Callable[[], Any], held: Held) -> None:
@@ -109,7 +117,6 @@ class QueuedWork(Work):
         return bool(self._core.done())
 
     def span(self) -> tuple[float, float]:
-        """When the call began and ended, in seconds of time.monotonic(); 0 where it has not."""
         return self._core.span()
 
     def _wait(self, timeout: float | None) -> bool:
@@ -122,24 +129,24 @@ class QueuedWork(Work):
 
 
 class ThenWork(Work):
-    """A queued collective, and what the caller does once when it is over."""
+    """A collective, and what the caller does once when it is over."""
 
-    def __init__(self, work: QueuedWork, then: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, first: Spanned, then: Callable[[], None]) -> None:
+        self.first = first
         self._then: Callable[[], None] | None = then
 
     def done(self) -> bool:
-        return self._work.done()
+        return self.first.done()
 
     def span(self) -> tuple[float, float]:
-        """When the collective began and ended, as `QueuedWork.span` says."""
-        return self._work.span()
+        """When the collective began and ended, as `Spanned.span` says."""
+        return self.first.span()
 
     def _wait(self, timeout: float | None) -> bool:
-        return self._work._wait(timeout)
+        return self.first._wait(timeout)
 
     def _finish(self) -> Any:
-        result = self._work._finish()
+        result = self.first._finish()
         then, self._then = self._then, None
         if then is not None:
             then()

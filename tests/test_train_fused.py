@@ -12,6 +12,7 @@ from optimizers import OPTIMIZERS
 
 from collectives.array.dtypes import numpy_dtype
 from collectives.train import LAMB, fused, norms
+from collectives.train.norms_on_gpu import EXACT
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 C_TYPES = {"float32": "float", "float64": "double", "bfloat16": "unsigned short"}
@@ -90,9 +91,10 @@ def test_the_text_of_exact_sums(tmp_path):
     wanted = norms.exact(values, rows, 3)
     lines = ["#include <cmath>", "using std::frexp;"]
     lines += ['extern "C" void run(long n, const double* v_, const long* rows, long long* table) {']
-    lines += ["auto add = [&](long long at, unsigned long long x) { table[at] += x; };"]
-    lines += ["for (long i = 0; i < n; ++i) { const double v = v_[i]; const long long base ="]
-    lines += [f"rows[i] * {wanted.shape[1]}; {norms.EXACT} }} }}"]
+    lines += ["for (long i = 0; i < n; ++i) { const double v = v_[i];"]
+    lines += [f"long long* row = table + rows[i] * {wanted.shape[1]};"]
+    lines += ["auto add = [&](int limb, unsigned long long x) { row[limb] += x; };"]
+    lines += [f"{EXACT} }} }}"]
     source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
     source.write_text("\n".join(lines))
     command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)]

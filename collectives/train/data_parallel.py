@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..agreement import agree
 from ..array import device_name, dtype_name, empty, native
 from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
-from ..bucketing import Bucketer, put
+from ..bucketing import Bucketer
 from ..errors import CollectiveError, did_you_mean
+from ..gradients import put
 from ..work import ThenWork, Work
 from .batches import micro_batches, samples
 from .gathering import Gatherer
@@ -208,6 +209,7 @@ class Trainer:
             reduce=self._reduce,
             trace=trace,
         )
+        self.store.side = self.bucketer.side
         self._gatherer: Gatherer | None = None
         if sharding == 3:
             assert group is not None
@@ -239,13 +241,17 @@ class Trainer:
         fp16 the step is left out instead); it names the parameters, and the ranks where they are
         known.
         """
+        with self._model.stream():
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Metrics:
         began = time.monotonic()
         before = dataclasses.replace(self.bucketer.statistics)
         parts = micro_batches(batch, self.accumulate)
         counts = [0 if part is None else self._count(part) for part in parts]
         total = self._total(counts)
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        loss = 0.0
+        losses: list[tuple[Any, int]] = []  # of micro-batches, with their samples
         self._bad.clear()
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
@@ -253,7 +259,8 @@ class Trainer:
             reduced = self._each or i == len(parts) - 1
             with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
                 if part is not None:
-                    loss += self._model.run(part, count / total, scale, self._ready) * count
+                    loss = self._model.run(part, count / total, scale, self._ready)
+                    losses.append((loss, count))
                     if self._gatherer is not None:
                         self._gatherer.end_pass()
                 elif self._gatherer is not None:
@@ -274,7 +281,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.steps += 1
-        sums = np.array([loss])
+        sums = np.array([sum(number(loss) * count for loss, count in losses)], np.float64)
         self.comm.all_reduce(sums, order="rank")
         after = self.bucketer.statistics
         busy, exposed = after.busy - before.busy, after.exposed - before.exposed
@@ -371,6 +378,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local."""
+        self._model.close()
         for comm in self.bucketer.siblings:
             comm.close()
 
@@ -492,17 +500,17 @@ class Trainer:
         # While buckets may still be filled anew, shards are not settled: all get everything. In
         # hybrid sharding all do too: sums within nodes first would be in another order.
         if self.sharding == 0 or self._hybrid or self.bucketer.will_rebuild:
-            work = comm.all_reduce(bucket.buffer, order=self._order, async_op=True)
-            out = None
+            call, out = partial(comm.all_reduce, bucket.buffer), None
         else:
             part = self.sharding == 1 or self._each
             out = bucket.buffer[shard.low : shard.high] if part else shard.grad
-            work = comm.reduce_scatter_v(
-                bucket.buffer, shard.counts, out=out, order=self._order, async_op=True
-            )
+            call = partial(comm.reduce_scatter_v, bucket.buffer, shard.counts, out=out)
+        work = self.bucketer.side.launch(
+            bucket.device, partial(call, order=self._order, async_op=True)
+        )
         if self.sharding >= 2 and out is not shard.grad:  # before the bucket gives its memory back
-            work = ThenWork(work, partial(self._take, shard))
-        return cast(Work, work)
+            return ThenWork(work, partial(self._take, shard))
+        return work
 
     def _take(self, shard: Shard) -> None:
         """Takes this rank's part of a reduced bucket into its gradient."""
@@ -525,6 +533,8 @@ class Trainer:
     def _norm(self, scale: float, unused: frozenset[str]) -> tuple[float, bool]:
         """The norm of the gradient, and whether it overflowed in fp16."""
         norm = gradient_norm(self.store, unused)
+        for comm in (self.comm, *self.bucketer.siblings):
+            comm.synchronize()  # GPUs are through: raises what went wrong there
         if math.isfinite(norm):
             return norm / scale, False
         if self.loss_scale is not None:
@@ -535,6 +545,11 @@ class Trainer:
             f"step {self.steps + 1}: gradients are not finite: {words}; nothing was written",
             rank=self.comm.rank,
         )
+
+
+def number(loss: Any) -> float:
+    """A loss that a model returned: a number, or an array of one on the host or a GPU."""
+    return float(loss.item() if hasattr(loss, "item") else loss)
 
 
 def _copy(target: Any, source: Any) -> None:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..array import empty, native, numpy_dtype
 from ..errors import CollectiveError, did_you_mean
 from .model import Model, Ready
@@ -134,7 +132,7 @@ class FunctionModel(Model):
             kind = numpy_dtype(dtype)
             self.frozen = {n: x.astype(kind, copy=False) for n, x in self.frozen.items()}
 
-    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
+    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> Any:
         emit = Emit(self, weight, scale, ready)
         # A dict wherever it costs nothing: jax functions take it as it is.
         params: Mapping[str, Any] = Parameters(self)
@@ -145,7 +143,7 @@ class FunctionModel(Model):
             loss, grads = loss
             for name, grad in grads.items():
                 emit(name, grad)
-        return float(np.asarray(loss))
+        return loss
 
     def take(self, shard: Shard) -> Any:
         # Fresh memory: the function may hold arrays of the last gather still.

@@ -9,11 +9,13 @@ the others, if they do not depart too, answer with a MismatchError instead of ot
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..errors import MismatchError
+from ..side_stream import SideStreams
 from .sharding import Shard, Store
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ class Memory(Protocol):
     def give(self, shard: Shard) -> None:
         """It is needed no more."""
 
+    def stream(self) -> AbstractContextManager[None]:
+        """In this block what cupy does is ordered with what uses the memory."""
+
 
 class Gatherer:
     """Buckets of parameters that come and go. One pass is a forward and a backward.
@@ -44,6 +49,7 @@ class Gatherer:
         self._comm = comm
         self._store = store
         self._memory = memory
+        self._side = SideStreams()
         self._works: dict[int, Work] = {}  # under way
         self._resident: OrderedDict[int, None] = OrderedDict()  # the latest used last
         self.pins: dict[int, set[Any]] = {}  # what must not be released, and for whom
@@ -53,9 +59,15 @@ class Gatherer:
         self.peak = 0  # most bytes of gathered parameters at a time
 
     def need(self, index: int) -> Any:
-        """All parameters of a bucket, gathered by now."""
+        """All parameters of a bucket, gathered by now, or on a GPU, for what comes next on the
+        current stream.
+        """
         if self._everything:
             return self._store.shards[index].full
+        with self._memory.stream():
+            return self._need(index)
+
+    def _need(self, index: int) -> Any:
         self._evict(index)  # always: what stays must not depend on what was fetched ahead
         if index not in self._resident:
             self._launch(index)
@@ -99,7 +111,7 @@ class Gatherer:
         works = []
         for shard in self._store.shards:
             shard.full = self._memory.take(shard)
-            works.append(self._store.gather(self._comm, shard, shard.full))
+            works.append(self._store.gather(self._comm, self._side, shard, shard.full))
         for work in works:
             work.wait()
 
@@ -130,7 +142,7 @@ class Gatherer:
         self._resident[index] = None
         held = sum(self._store.shards[i].full.nbytes for i in self._resident)
         self.peak = max(self.peak, held)
-        self._works[index] = self._store.gather(self._comm, shard, shard.full)
+        self._works[index] = self._store.gather(self._comm, self._side, shard, shard.full)
 
     def _compare(self, index: int | None) -> int:
         """Makes sure that all ranks are at the same place; None: wherever the others are."""

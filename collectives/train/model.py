@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .sharding import Shard
@@ -34,9 +35,10 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
+    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> Any:
         """Forward and backward. Hands `ready` the gradient of every parameter as soon as it is
-        there, times weight and scale. Returns the loss, the mean over the batch.
+        there, times weight and scale. Returns the loss, the mean over the batch: a number, or an
+        array of one, on a GPU perhaps, which is not waited for.
         """
 
     @abstractmethod
@@ -46,6 +48,14 @@ class Model(ABC):
     @abstractmethod
     def give(self, shard: Shard) -> None:
         """The gathered parameters of a bucket are needed no more."""
+
+    def stream(self) -> AbstractContextManager[None]:
+        """In this block what cupy does is ordered with what the model does on a GPU."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """The trainer is through with the model."""
+        return
 
     @abstractmethod
     def whole(self) -> Any:

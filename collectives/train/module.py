@@ -9,7 +9,9 @@ it (it may have several).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ import torch
 
 from ..array import native
 from ..array.dtypes import torch_dtype
+from ..torch_gradients import cupy_follows
 from .model import Model, Ready
 from .sharding import Shard
 from .torch_arrays import tensor_of
@@ -47,8 +50,14 @@ class ModuleModel(Model):
         self._flat: dict[int, torch.Tensor] = {}  # bucket -> its memory under stage 3
         self._gatherer: Gatherer | None = None
         self._store: Store | None = None
-        for name, parameter in self._tensors.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+        # Parameters outlive the trainer, and what they hold is beyond Python's collector of cycles.
+        arrived = weakref.WeakMethod(self._arrived)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_tell, arrived, name))
+            for name, parameter in self._tensors.items()
+        ]
+        devices = {p.device for p in self._tensors.values() if p.is_cuda}
+        self._ordinal = devices.pop().index if devices else None
 
     @property
     def named(self) -> dict[int, str]:
@@ -97,19 +106,26 @@ class ModuleModel(Model):
             self._tensors[slot.name].data = flat.new_empty(0)
         flat.untyped_storage().resize_(0)
 
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ordinal is None else cupy_follows(self._ordinal)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
     def whole(self) -> Any:
         return self._module
 
     # ---- forward and backward ------------------------------------------------------------------
 
-    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> float:
+    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> Any:
         self._ready = ready
         self._done.clear()
         if self._dtype is not None:
             batch = _cast(batch, self._dtype)
         loss = self._loss(self._module, batch)
         (loss.float() * (weight * scale)).backward()
-        return float(loss.detach())
+        return loss.detach()
 
     def _arrived(self, name: str, parameter: torch.Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -129,8 +145,11 @@ class ModuleModel(Model):
         for module in self._module.modules():
             own = [self._names[id(p)] for p in module.parameters(recurse=False) if p.requires_grad]
             if own:
-                module.register_forward_pre_hook(partial(self._before_forward, own))
-                module.register_forward_hook(partial(self._after_forward, own), always_call=True)
+                before, after = (
+                    partial(f, own) for f in (self._before_forward, self._after_forward)
+                )
+                self._hooks.append(module.register_forward_pre_hook(before))
+                self._hooks.append(module.register_forward_hook(after, always_call=True))
 
     def _before_forward(self, names: list[str], module: torch.nn.Module, inputs: Any) -> None:
         gatherer = self._gatherer
@@ -162,6 +181,12 @@ class ModuleModel(Model):
             index = self._bucket(name)
             gatherer.pins.setdefault(index, set()).add(name)  # until its gradient has arrived
             gatherer.need(index)
+
+
+def _tell(arrived: weakref.WeakMethod[Any], name: str, parameter: torch.Tensor) -> None:
+    do = arrived()
+    if do is not None:
+        do(name, parameter)
 
 
 def _copy(x: torch.Tensor) -> Any:

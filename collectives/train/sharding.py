@@ -18,10 +18,12 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..array import ITEM_SIZES, empty
 from ..bucket_layout import Bucket
+from ..side_stream import SideStreams
 from .norms import CHUNK
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class Store:
         self.offload = offload
         self.parts = self.comm.size if self.comm is not None else 1
         self.rank = self.comm.rank if self.comm is not None else 0
+        self.side = SideStreams()  # which others that call `comm` in the background share
         self.shards: list[Shard] = []
         self.owners: dict[str, tuple[Shard, int, int, tuple[int, ...]]] = {}
 
@@ -170,10 +173,12 @@ class Store:
             return self.comm.empty((bucket.count,), shard.dtype)
         return empty((bucket.count,), shard.dtype, bucket.device)
 
-    def gather(self, comm: Communicator, shard: Shard, out: Any) -> Work:
+    def gather(self, comm: Communicator, side: SideStreams, shard: Shard, out: Any) -> Work:
         """Launches the all_gather of a bucket's parameters into `out`."""
-        work: Work = comm.all_gather_v(shard.used, shard.counts, out=out, async_op=True)
-        return work
+        return side.launch(
+            shard.bucket.device,
+            partial(comm.all_gather_v, shard.used, shard.counts, out=out, async_op=True),
+        )
 
     def publish(self, shard: Shard, *, rounded: bool = False) -> Work | None:
         """After the optimizer's step: the new parameters in the dtype they are used in (unless they
@@ -186,7 +191,7 @@ class Store:
                 shard.used[...] = shard.master
         if self.comm is None or self.stage == 3:
             return None
-        return self.gather(self.comm, shard, shard.full)
+        return self.gather(self.comm, self.side, shard, shard.full)
 
     def pieces(self) -> Iterator[tuple[Shard, Piece]]:
         for shard in self.shards:

@@ -71,3 +71,28 @@ def test_norms_of_parts_are_those_of_the_whole() -> None:
     parts = sums_of_squares([(0, x[: 512 * 300]), (0, x[512 * 300 :])], 1, None)
     assert parts == whole
     np.testing.assert_allclose(whole, [(x.get().astype(np.float64) ** 2).sum()], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_norms_of_groups_are_those_of_the_host(dtype: str) -> None:
+    """Groups of several arrays that begin anywhere, of all lengths about a chunk, an empty one and
+    more groups than blocks; values that are no numbers end up in their group alone.
+    """
+    random = np.random.default_rng(9)
+    lengths = [0, 1, 31, 511, 512, 513, 5000, 512 * 2000 + 7, *random.integers(1, 3000, 900)]
+    whole = random.normal(size=sum(lengths)).astype(numpy_dtype(dtype))
+    there, at, parts, mine = on_device(whole), 0, [], []
+    for i, length in enumerate(lengths):
+        group = i // 2
+        parts.append((group, there[at : at + length]))
+        mine.append((group, whole[at : at + length].astype(np.float64)))
+        at += length
+    count = len(lengths) // 2 + 1
+    found = sums_of_squares(parts, count, None)
+    np.testing.assert_allclose(found, sums_of_squares(mine, count, None), rtol=1e-12)
+    assert (sums_of_squares(parts, count, None) == found).all()
+    whole[sum(lengths[:7]) + 512 * 1000] = np.inf
+    there.set(whole) if dtype != "bfloat16" else there.view(np.uint16).set(whole.view(np.uint16))
+    again = sums_of_squares(parts, count, None)
+    assert np.isnan(again[7 // 2])
+    assert (np.delete(again, 7 // 2) == np.delete(found, 7 // 2)).all()

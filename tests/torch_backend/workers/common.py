@@ -49,6 +49,6 @@ def run_all(backend: str = "collectives") -> None:
 
 
 def same(got: torch.Tensor, wanted: object) -> None:
-    expected = torch.as_tensor(wanted).to(got.dtype)
+    expected = torch.as_tensor(wanted).to(got)
     assert got.shape == expected.shape, (got.shape, expected.shape)
     assert torch.equal(got, expected), (got, expected)

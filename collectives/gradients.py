@@ -1,0 +1,34 @@
+"""Arithmetic on gradients: what buckets do with arrays of numpy and cupy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .array import namespace
+
+
+def address(x: Any) -> int:
+    """Where an array's memory begins."""
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # float16 overflows: the caller looks at the result
+def put(target: Any, source: Any, scale: float, *, add: bool) -> None:
+    """target = source * scale, or target += source * scale, for arrays of numpy or cupy. What is
+    smaller than float32 is computed in float32 and rounded once.
+    """
+    if scale == 1.0 and not add:
+        target[...] = source
+        return
+    xp = namespace(target)
+    wide = np.dtype(np.float32) if target.dtype.itemsize < 4 else target.dtype
+    term = source.astype(wide, copy=False)
+    if scale != 1.0:
+        direct = not add and wide == target.dtype
+        term = xp.multiply(term, wide.type(scale), out=target if direct else None)
+    if add:
+        term = target.astype(wide, copy=False) + term if wide != target.dtype else target + term
+    if term is not target:
+        target[...] = term

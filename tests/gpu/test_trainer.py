@@ -1,0 +1,22 @@
+"""The trainer on GPUs: training_worker.py has what is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch
+import pytest
+from gpus import MARK, cupy
+
+pytestmark = MARK
+if not hasattr(cupy, "RawModule"):
+    pytest.skip("the emulated cupy compiles no kernels", allow_module_level=True)
+pytest.importorskip("torch")
+
+WORKER = Path(__file__).resolve().parent / "training_worker.py"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_stages_train_alike(ranks: int) -> None:
+    result = launch.run(ranks, WORKER, env={"PYTHONWARNINGS": "default"}, timeout=150)
+    assert "trained alike" in result.expect(status=0).output
