@@ -196,15 +196,16 @@ class BaseGroup(dist.ProcessGroup):
             track.release()
 
     def _make_on_gpu(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
-        def put_on_stream() -> None:
+        def put_on(stream: int) -> None:
             for step in call.steps:
-                self._main.call(step)
-            if call.finish is not None:
-                call.finish()
+                self._main.call(step, stream)
 
         if opts is None or opts.asyncOp:
-            return self._note(self._sides.run(call.device, put_on_stream, outputs, call.keep))
-        put_on_stream()
+            work = self._sides.run(call.device, put_on, call.finish, outputs, call.keep)
+            return self._note(work)
+        put_on(int(torch.cuda.current_stream(call.device).cuda_stream))
+        if call.finish is not None:
+            call.finish()
         return self._note(StreamWork(outputs, call.device))
 
     def _note(self, work: dist.Work) -> dist.Work:

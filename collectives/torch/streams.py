@@ -35,18 +35,27 @@ class SideStreams:
         return self._streams[device]
 
     def run(
-        self, device: torch.device, do: Callable[[], None], outputs: Any, used: Any
+        self,
+        device: torch.device,
+        put_on: Callable[[int], None],
+        finish: Callable[[], None] | None,
+        outputs: Any,
+        used: Any,
     ) -> StreamWork:
-        """Runs `do`, which puts a call on the current stream, with the side stream for it.
+        """Runs `put_on`, which puts a call on the side stream, whose handle it gets.
 
-        used  tensors, or lists of them, that the call reads or writes there
+        finish  what torch is to do there behind the call, if anything
+        used    tensors, or lists of them, that the call reads or writes there
         """
         side = self.of(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            do()
-            ended = torch.cuda.Event()
-            ended.record(side)
+        before, ended = torch.cuda.Event(), torch.cuda.Event()
+        before.record(torch.cuda.current_stream(device))
+        side.wait_event(before)
+        put_on(side.cuda_stream)
+        if finish is not None:
+            with torch.cuda.stream(side):
+                finish()
+        ended.record(side)
         for tensor in _tensors([used, outputs]):
             tensor.record_stream(side)
         return StreamWork(outputs, device, side, ended)

@@ -132,11 +132,8 @@ def arguments(comm: Communicator, step: Step) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def put_on_stream(comm: Communicator, step: Step) -> None:
-    """Puts a call on device memory on torch's current stream."""
-    import torch
-
-    stream = int(torch.cuda.current_stream(step.device).cuda_stream)
+def put_on_stream(comm: Communicator, step: Step, stream: int) -> None:
+    """Puts a call on device memory on a stream."""
     comm._run_on_device(
         str(step.device), step.collective, arguments(comm, step), step.root, step.nbytes, None,
         stream, None,
@@ -156,11 +153,12 @@ class MainTrack:
         self._all_reduce_choices = comm._table("all_reduce")
         self.calls = 0  # which are the same on all ranks, whether or not they wait for them
 
-    def call(self, step: Step) -> None:
+    def call(self, step: Step, stream: int = 0) -> None:
+        """Makes a call; one on device memory is put on `stream`."""
         with self._lock:
             self.calls += 1
             if step.device is not None:
-                put_on_stream(self.comm, step)
+                put_on_stream(self.comm, step, stream)
             else:
                 self.comm._call(*arguments(self.comm, step))
 
