@@ -77,10 +77,10 @@ class _Pass:
     def tell_times(self) -> None:
         """Waits for the GPUs, and asks when what happened."""
         for there in self._there:
-            there.ended.synchronize()
+            there.ended.wait()
         if self._there and self._mark is not None:
             side = self._there[0].side
-            self._mark.synchronize()
+            self._mark.wait()
             self.called = side.when(self._mark)
         for _, times, work in self.done:
             span = getattr(work, "span", None)  # one that the user's `reduce` made may have none

@@ -50,13 +50,14 @@ from .bucket_layout import (
     spec_of,
 )
 from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range
-from .errors import ArrayError, ArrayTypeError, CollectiveError, UnsupportedError, did_you_mean
-from .gradients import address, put
+from .errors import ArrayError, CollectiveError, UnsupportedError, did_you_mean
+from .gradients import address, misfit, put
 from .side_stream import SideStreams
 from .work import Work
 
 if TYPE_CHECKING:
     from .communicator import Communicator
+    from .torch_gradients import Known, TorchGradients
 
 _POOL = 3  # transient buckets: one being filled, one on the wire, one in between
 
@@ -140,14 +141,13 @@ class Bucketer:
         )
         self.siblings: list[Communicator] = []  # that are aborted along with comm
         self.side = SideStreams()
-        self._gpu_of_torch: int | None = None  # where gradients are that are tensors of torch
+        self._torch: TorchGradients | None = None
         self.rebuilt = False  # True once buckets were filled anew
         self._pool: dict[tuple[str, str], list[Any]] = {}
         self._sync = True
         self._running = False  # between the first ready and the end of finish
         self._seen: dict[str, None] = {}  # ready in this pass, in order
         self._held: dict[str, Any] = {}  # gradients that wait for memory of a transient bucket
-        self._waiting_bytes = 0  # of those that are tensors of torch
         self.peak = 0  # most bytes of gradients that waited so
         self._touched: set[str] = set()  # have a gradient since the last reduction
         self._usual: frozenset[str] | None = None  # static_graph: what becomes ready here
@@ -181,6 +181,19 @@ class Bucketer:
         another shape or dtype. Both abort the communicator, since the other ranks wait for this
         gradient.
         """
+        tensors = self._torch
+        if (
+            tensors is not None
+            and scale == 1.0
+            and self._running
+            and name not in self._seen
+            and name not in self._held
+            and (self._usual is None or name in self._usual)
+        ):
+            known = tensors.like_before(name, grad)
+            if known is not None:
+                self._keep(tensors, name, grad, known)
+                return
         bucket, slot = self._slot(name)
         if not self._running:
             self._begin()
@@ -309,6 +322,8 @@ class Bucketer:
 
     def _make(self, order: Sequence[str]) -> None:
         self.layout = list(order)
+        if self._torch is not None:
+            self._torch.forget()
         self.buckets = make_buckets(self.specs, order, *self._sizes)
         self._slots = {s.name: (b, s) for b in self.buckets for s in b.slots}
         if self._transient:
@@ -349,7 +364,11 @@ class Bucketer:
         return self.side.launch(
             bucket.device,
             partial(
-                self.comm.all_reduce, bucket.buffer, self._op, order=self._order, async_op=True
+                self.comm.all_reduce,
+                bucket.buffer,
+                self._op,
+                order=self._order,
+                async_op=bucket.device == "cpu",  # a GPU's stream goes on anyway
             ),
         )
 
@@ -410,20 +429,10 @@ class Bucketer:
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: str, device: str) -> None:
         """Raises what `ready` says if a gradient is not what was announced."""
-        spec = self.specs[name]
-        here = f"rank {self.comm.rank}: the gradient of {name!r} has"
-        if shape != spec.shape:
-            message = f"{here} shape {shape}, the parameter {spec.shape}"
-            self._abort(message)
-            raise ArrayError(message, rank=self.comm.rank)
-        if dtype not in (spec.dtype, spec.carried):
-            message = f"{here} dtype {dtype}; expected is {spec.dtype}"
-            self._abort(message)
-            raise ArrayTypeError(message, rank=self.comm.rank)
-        if device != spec.device:
-            message = f"{here} its memory on {device}, the parameter on {spec.device}"
-            self._abort(message)
-            raise ArrayError(message, rank=self.comm.rank)
+        error = misfit(name, self.specs[name], shape, dtype, device, self.comm.rank)
+        if error is not None:
+            self._abort(str(error))
+            raise error
 
     # ---- tensors of torch on a GPU ---------------------------------------------------------------
 
@@ -432,44 +441,43 @@ class Bucketer:
         torch = sys.modules.get("torch")
         if torch is None or type(grad) is not torch.Tensor or slot.name in self._held:
             return False
-        from .torch_gradients import Waiting, dtype_of
+        from .torch_gradients import TorchGradients, dtype_of
 
         dtype = dtype_of(grad)
         if dtype is None:
             return False
         ordinal = grad.get_device()
         self._check(slot.name, tuple(grad.shape), dtype, f"cuda:{ordinal}")
-        self._gpu_of_torch = ordinal
-        if bucket.waiting is None:
-            bucket.waiting = Waiting()
-        if bucket.buffer is not None and not self._transient:
-            place = bucket.buffer.data.ptr + slot.start * bucket.buffer.itemsize
-            if grad.data_ptr() == place:  # it was written in place
-                return True
-        add = slot.name in self._touched and not self._transient
-        before = bucket.waiting.nbytes
-        bucket.waiting.put(slot.name, grad, add=add)
-        if self._transient:
-            self._waiting_bytes += bucket.waiting.nbytes - before
-            self._note_peak()
+        if self._torch is None:
+            self._torch = TorchGradients(ordinal, lasting=not self._transient)
+        known = self._torch.admit(bucket, slot, grad)
+        self._torch.put(slot.name, grad, known, again=slot.name in self._touched)
+        self._note_peak()
         return True
+
+    def _keep(self, tensors: TorchGradients, name: str, grad: Any, known: Known) -> None:
+        """`ready` for a gradient that is like the one before, whose bucket waits for it."""
+        bucket = known.bucket
+        if bucket.missing == len(bucket.slots):
+            bucket.times.first = time.monotonic()
+        tensors.put(name, grad, known, again=name in self._touched)
+        if self._transient:
+            self._note_peak()
+        self._touched.add(name)
+        self._seen[name] = None
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._full(bucket)
 
     def _flush(self) -> None:
         """Gradients that wait for lasting buckets go there."""
-        if not self._transient:
+        if self._torch is not None and not self._transient:
             for bucket in self.buckets:
-                if bucket.waiting is not None:
-                    bucket.waiting.flush(bucket)
+                self._torch.flush(bucket)
 
     def _on_stream_of_gradients(self) -> contextlib.AbstractContextManager[None]:
-        """What cupy does in this block is ordered with what torch does."""
-        if self._gpu_of_torch is None:
-            return contextlib.nullcontext()
-        from .torch_gradients import cupy_follows
-
-        return cupy_follows(self._gpu_of_torch)
-
-    # ---- a pass, continued -----------------------------------------------------------------------
+        """What cupy does in this block is ordered with what made the gradients."""
+        return contextlib.nullcontext() if self._torch is None else self._torch.stream()
 
     def _zero(self, bucket: Bucket, slot: Slot) -> None:
         if self._transient and not self._open(bucket):
@@ -484,8 +492,8 @@ class Bucketer:
         return held
 
     def _note_peak(self) -> None:
-        held = sum(x.nbytes for x in self._held.values())
-        self.peak = max(self.peak, held + self._waiting_bytes)
+        waiting = 0 if self._torch is None else self._torch.nbytes
+        self.peak = max(self.peak, waiting + sum(x.nbytes for x in self._held.values()))
 
     def _open(self, bucket: Bucket) -> bool:
         """Gives a transient bucket its memory if it may have some now; True if it has."""
@@ -511,12 +519,15 @@ class Bucketer:
         times = bucket.times
         times.first = times.first or now
         bucket.missing -= 1
-        if bucket.missing:
-            return
-        times.filled = time.monotonic()
+        if not bucket.missing:
+            self._full(bucket)
+
+    def _full(self, bucket: Bucket) -> None:
+        """Launches all buckets that are full and next."""
+        bucket.times.filled = time.monotonic()
         with self._on_stream_of_gradients():
-            if bucket.waiting is not None and not self._transient:
-                bucket.waiting.flush(bucket)
+            if self._torch is not None and not self._transient:
+                self._torch.flush(bucket)
             if self._sync:
                 while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
                     self._launch(self.buckets[self._next])
@@ -526,9 +537,8 @@ class Bucketer:
         if self._transient:
             if not self._open(bucket):
                 raise AssertionError("buckets are launched in order")
-            if bucket.waiting is not None:
-                self._waiting_bytes -= bucket.waiting.nbytes
-                bucket.waiting.flush(bucket)
+            if self._torch is not None:
+                self._torch.flush(bucket)
             for slot in bucket.slots:
                 held = self._held.pop(slot.name, None)
                 if held is not None:

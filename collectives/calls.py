@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
 from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
-from .device_sum import make_device_sum
+from .device_sum import ORDERS, make_device_sum
 from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .staging import StagedEngine
@@ -46,7 +46,6 @@ OPS = {name: i for i, name in enumerate(_core.ops)}
 _SOURCE, _TARGET = 4, 5
 
 _PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
-ORDERS = {None: 0, "any": 0, "rank": 1}
 
 
 class Calls:
@@ -66,7 +65,7 @@ class Calls:
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
     _gpu_path: str  # COLLECTIVES_GPU_PATH
-    _device_sum: Callable[[Any, Any], bool] | None
+    _device_sum: Callable[[Any, Any, Any, Any], bool] | None
     _closed: bool
     _in_flight: InFlight
     _group: Group | None  # the one that is open

@@ -257,8 +257,12 @@ class DeviceEngine:
         Raises what a peer told on the host, after ending the kernels that wait for it.
         """
         collective = _core.collectives[arguments[0]]
+        self.run_known(self.options(algorithm, collective, nbytes), stream, arguments)
+
+    def run_known(self, options: object, stream: int, arguments: tuple[Any, ...]) -> None:
+        """`run` with `options` that are known."""
         try:
-            self.call(self.options(algorithm, collective, nbytes), stream, *arguments)
+            self.call(options, stream, *arguments)
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.pass_on(error)
             raise

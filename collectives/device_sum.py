@@ -16,15 +16,16 @@ from .errors import AbortedError, MismatchError, PeerDiedError
 from .schedule import is_written
 
 _ALL_REDUCE = _core.collectives.index("all_reduce")
+ORDERS = {None: 0, "any": 0, "rank": 1}  # of sums, as the core numbers them
 _SUM = _core.ops.index("sum")
 
 
 def make_device_sum(
     engine: DeviceEngine, choose: Callable[[str, int], str]
-) -> Callable[[Any, Any], bool]:
-    """A function that sums `x` over the ranks, into itself or into `out`, if these are cupy arrays
-    on the engine's GPU that need no further look; False (nothing done) for anything else, which
-    the general path then judges.
+) -> Callable[[Any, Any, Any, Any], bool]:
+    """A function (x, out, order, stream) that sums x over the ranks, into itself or into `out`, if
+    these are cupy arrays on the engine's GPU that need no further look, and `stream` is a handle or
+    None; False (nothing done) for anything else, which the general path then judges.
 
     choose  the algorithm for a collective and its bytes
     """
@@ -41,9 +42,13 @@ def make_device_sum(
             return None
         return engine.options(algorithm, "all_reduce", nbytes), _core.dtypes.index(name)
 
-    def device_sum(x: Any, out: Any) -> bool:
+    def device_sum(x: Any, out: Any, order: Any, stream: Any) -> bool:
         kind = KINDS.get(type(x))
-        if type(kind) is not Cupy:
+        if type(kind) is not Cupy or order not in ORDERS:
+            return False
+        if stream is None:
+            stream = kind.stream()
+        elif type(stream) is not int or stream < 0:
             return False
         data, size, dtype = x.data, x.size, x.dtype
         if data.device_id != ordinal or not x.flags.c_contiguous:
@@ -70,8 +75,8 @@ def make_device_sum(
         how, number = known
         try:
             engine.call(
-                how, kind.stream(), _ALL_REDUCE, number, _SUM, 0, source, target, size,
-                None, None, 0, 0, 1.0, 0.0,
+                how, stream, _ALL_REDUCE, number, _SUM, 0, source, target, size,
+                None, None, 0, ORDERS[order], 1.0, 0.0,
             )  # fmt: skip
         except (MismatchError, AbortedError, PeerDiedError) as error:
             engine.pass_on(error)

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .array import namespace
+from .errors import ArrayError, ArrayTypeError
+
+if TYPE_CHECKING:
+    from .bucket_layout import Spec
 
 
 def address(x: Any) -> int:
     """Where an array's memory begins."""
     return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
+
+
+def misfit(
+    name: str, spec: Spec, shape: tuple[int, ...], dtype: str, device: str, rank: int
+) -> ArrayError | None:
+    """What is wrong with a gradient of the parameter `name` on `rank`."""
+    here = f"rank {rank}: the gradient of {name!r} has"
+    if shape != spec.shape:
+        return ArrayError(f"{here} shape {shape}, the parameter {spec.shape}", rank=rank)
+    if dtype not in (spec.dtype, spec.carried):
+        return ArrayTypeError(f"{here} dtype {dtype}; expected is {spec.dtype}", rank=rank)
+    if device != spec.device:
+        return ArrayError(
+            f"{here} its memory on {device}, the parameter on {spec.device}", rank=rank
+        )
+    return None
 
 
 @np.errstate(over="ignore", invalid="ignore")  # float16 overflows: the caller looks at the result

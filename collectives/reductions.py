@@ -47,24 +47,23 @@ class Reductions(Calls):
         """
         if (
             algorithm is None
-            and order is None
             and not async_op
             and op == "sum"
             and self._group is None
             and factor is None
-            and stream is None
         ):
             # Loaded before it is called: as a method CPython would look it up in all bases first,
             # which takes 12 of 230 ns.
             device_sum = self._device_sum
-            if device_sum is not None and device_sum(x, out):
+            if device_sum is not None and device_sum(x, out, order, stream):
                 return x if out is None else out
-            plain_sum = self._fast_sum
-            if out is None:
-                if plain_sum(x):
-                    return x
-            elif plain_sum(x, out):
-                return out
+            if order is None and stream is None:
+                plain_sum = self._fast_sum
+                if out is None:
+                    if plain_sum(x):
+                        return x
+                elif plain_sum(x, out):
+                    return out
         if out is None and not is_immutable(x, "all_reduce: x"):
             source = target = view(x, writable=True, what="all_reduce: x")
             buffer, result = x, lambda: x

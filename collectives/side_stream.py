@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import _core
 from .work import Spanned, Work
 
 Launch = Callable[..., Any]  # call(stream=...) puts a call there; None: the arrays are on the host
@@ -34,7 +35,7 @@ class SideStreams:
 
     def of(self, device: str) -> SideStream:
         if device not in self._streams:
-            self._streams[device] = SideStream(device)
+            self._streams[device] = SideStream(int(device.partition(":")[2]))
         return self._streams[device]
 
 
@@ -43,63 +44,65 @@ class SideStream:
     time.monotonic().
     """
 
-    def __init__(self, device: str) -> None:
-        self._cuda = sys.modules["cupy"].cuda
-        self._device = self._cuda.Device(int(device.partition(":")[2]))
-        with self._device:
-            self.stream = self._cuda.Stream(non_blocking=True)
-            self._anchor = self._cuda.Event()
-            self._anchor.record(self.stream)
-            self._anchor.synchronize()
+    def __init__(self, ordinal: int) -> None:
+        self._current = sys.modules["cupy"].cuda.get_current_stream
+        self._core = _core.SideStream(ordinal)
+        self._handle = self._core.handle
+        self._anchor = self._core.end()
+        self._anchor.wait()
         self._anchored = time.monotonic()  # when the host saw the anchor, which is a little late
+        self._last = self._anchor  # the end of the last call
 
     def launch(self, call: Launch) -> SideWork:
-        with self._device:
-            self.stream.wait_event(self.mark())
-            began, ended = self._cuda.Event(), self._cuda.Event()
-            began.record(self.stream)
-            work = call(stream=self.stream)
-            ended.record(self.stream)
-        return SideWork(self, work, began, ended)
+        ready = self._core.begin(self._current().ptr)
+        work = call(stream=self._handle)
+        ended = self._core.end()
+        before, self._last = self._last, ended
+        return SideWork(self, work, ready, before, ended)
 
-    def mark(self) -> Any:
-        """An event behind all that is on the current stream."""
-        event = self._cuda.Event()
-        event.record(self._cuda.get_current_stream())
-        return event
+    def mark(self) -> _core.Mark:
+        """The place behind all that is on the current stream."""
+        return self._core.mark(self._current().ptr)
 
-    def follow(self, event: Any) -> None:
-        """What comes next on the current stream waits for `event`."""
-        self._cuda.get_current_stream().wait_event(event)
+    def follow(self, mark: _core.Mark) -> None:
+        """What comes next on the current stream waits for `mark`."""
+        mark.hold(self._current().ptr)
 
-    def when(self, event: Any) -> float:
-        """The time of an event that has happened, in seconds of time.monotonic()."""
-        milliseconds: float = self._cuda.get_elapsed_time(self._anchor, event)
-        return self._anchored + milliseconds / 1e3
+    def when(self, mark: _core.Mark) -> float:
+        """The time of a mark that the GPU has passed, in seconds of time.monotonic()."""
+        return self._anchored + mark.seconds_since(self._anchor)
 
-    def anchor(self, event: Any) -> None:
-        """Times are told from `event`, which has happened: the span to what comes next is a float32
-        and should be short.
+    def anchor(self, mark: _core.Mark) -> None:
+        """Times are told from `mark`, which the GPU has passed: the span to what comes next is a
+        float32 and should be short.
         """
-        self._anchored, self._anchor = self.when(event), event
+        self._anchored, self._anchor = self.when(mark), mark
 
 
 class SideWork(Spanned):
     """A call on a side stream. `wait` puts the wait on the current stream; the host goes on, so a
     failure is raised by the next call of the communicator, or by its `synchronize`.
+
+    ready   where its arrays were ready
+    before  where the call before it ended
+    ended   where it ended
     """
 
-    def __init__(self, side: SideStream, work: Work, began: Any, ended: Any) -> None:
+    def __init__(
+        self, side: SideStream, work: Work, ready: _core.Mark, before: _core.Mark, ended: _core.Mark
+    ) -> None:
         self.side = side
-        self._work: Work | None = work  # it holds the call's arrays
-        self.began, self.ended = began, ended
+        self._work = work  # it holds the call's arrays
+        self._ready, self._before = ready, before
+        self.ended = ended
 
     def done(self) -> bool:
-        return bool(self.ended.done)
+        return self.ended.done()
 
     def span(self) -> tuple[float, float]:
         """When the call began and ended, which it has, in seconds of time.monotonic()."""
-        return self.side.when(self.began), self.side.when(self.ended)
+        when = self.side.when
+        return max(when(self._ready), when(self._before)), when(self.ended)
 
     def _wait(self, timeout: float | None) -> bool:
         self.side.follow(self.ended)

@@ -8,23 +8,50 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .array.dtypes import TORCH_DTYPES
+from .array.torch_streams import current_stream
 
 if TYPE_CHECKING:
-    from .bucket_layout import Bucket
+    from .bucket_layout import Bucket, Slot
 
 
 def dtype_of(grad: torch.Tensor) -> str | None:
     """The name of the dtype; None for a tensor that must be looked at more closely: one that is not
-    dense in the memory of a GPU, and of a dtype that buckets know.
+    dense in the memory of a GPU, or of a dtype that buckets do not know.
     """
-    if not grad.is_cuda or grad.layout is not torch.strided or grad.is_conj() or grad.is_neg():
+    if not grad.is_cuda or grad.layout is not torch.strided:
         return None
     return TORCH_DTYPES.get(grad.dtype)
+
+
+class Known:
+    """What was found right for the gradient of a parameter, so that the next one like it is.
+
+    place  its address in a lasting bucket
+    """
+
+    __slots__ = ("bucket", "dtype", "ordinal", "place", "shape", "waiting")
+
+    def __init__(self, bucket: Bucket, waiting: Waiting, grad: torch.Tensor, place: int) -> None:
+        self.bucket = bucket
+        self.waiting = waiting
+        self.dtype = grad.dtype
+        self.shape = grad.shape
+        self.ordinal = grad.get_device()
+        self.place = place
+
+    def like(self, grad: Any) -> bool:
+        return (
+            type(grad) is torch.Tensor
+            and grad.dtype is self.dtype
+            and grad.get_device() == self.ordinal
+            and grad.shape == self.shape
+            and grad.layout is torch.strided
+        )
 
 
 class Waiting:
@@ -35,9 +62,6 @@ class Waiting:
         self._added: set[str] = set()  # those that are added to what the bucket holds
         self._views: tuple[int, dict[str, torch.Tensor]] = (0, {})  # of the bucket at an address
         self.nbytes = 0
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._grads
 
     def put(self, name: str, grad: torch.Tensor, *, add: bool) -> None:
         """Takes a gradient; one more of the same name is added to the first."""
@@ -78,11 +102,65 @@ class Waiting:
         return self._views[1]
 
 
+class TorchGradients:
+    """The gradients of a bucketer that are tensors of torch on GPU `ordinal`.
+
+    lasting  the buckets keep their memory, and gradients that were added up without a reduction;
+             else these wait until the bucket has memory
+    """
+
+    def __init__(self, ordinal: int, *, lasting: bool) -> None:
+        self._ordinal = ordinal
+        self._lasting = lasting
+        self._known: dict[str, Known] = {}
+        self.nbytes = 0  # of those that wait for buckets that have no memory
+
+    def like_before(self, name: str, grad: Any) -> Known | None:
+        """What is known of the parameter, if the gradient is like the one before."""
+        known = self._known.get(name)
+        return known if known is not None and known.like(grad) else None
+
+    def admit(self, bucket: Bucket, slot: Slot, grad: torch.Tensor) -> Known:
+        """Notes that the gradient was found right."""
+        if bucket.waiting is None:
+            bucket.waiting = Waiting()
+        place = 0
+        if self._lasting:
+            place = bucket.buffer.data.ptr + slot.start * bucket.buffer.itemsize
+        known = self._known[slot.name] = Known(bucket, bucket.waiting, grad, place)
+        return known
+
+    def put(self, name: str, grad: torch.Tensor, known: Known, *, again: bool) -> None:
+        """Keeps a gradient; `again`: the bucket holds one already that is to be added to."""
+        waiting = known.waiting
+        if not self._lasting:
+            before = waiting.nbytes
+            waiting.put(name, grad, add=False)
+            self.nbytes += waiting.nbytes - before
+        elif not grad.numel() or grad.data_ptr() != known.place:  # else it was written in place
+            waiting.put(name, grad, add=again)
+
+    def flush(self, bucket: Bucket) -> None:
+        """The gradients of a bucket go there, if it has memory."""
+        if bucket.waiting is not None and bucket.buffer is not None:
+            if not self._lasting:
+                self.nbytes -= bucket.waiting.nbytes
+            bucket.waiting.flush(bucket)
+
+    def forget(self) -> None:
+        """The buckets are others now."""
+        self._known.clear()
+
+    def stream(self) -> contextlib.AbstractContextManager[None]:
+        """What cupy does in this block is ordered with what torch does."""
+        return cupy_follows(self._ordinal)
+
+
 @contextlib.contextmanager
 def cupy_follows(ordinal: int) -> Iterator[None]:
     """In this block cupy's current stream is torch's current stream of GPU `ordinal`."""
     cuda = sys.modules["cupy"].cuda
-    stream = torch.cuda.current_stream(ordinal).cuda_stream
+    stream = current_stream(ordinal)
     if cuda.get_current_stream().ptr == stream:
         yield
         return

@@ -22,6 +22,7 @@
 #include "python_calls.hpp"
 #include "reduce.hpp"
 #include "schedule.hpp"
+#include "side_stream.hpp"
 #include "simulate.hpp"
 #include "staging.hpp"
 #include "transport_mpi.hpp"
@@ -688,6 +689,19 @@ PYBIND11_MODULE(_core, m) {
           py::arg("kind") = name_of(ErrorKind::aborted))
       .def("idle", &Staging::idle)
       .def("close", &Staging::close, Unlocked());
+
+  // Streams beside the caller's; streams are numbers.
+  py::class_<Mark, std::shared_ptr<Mark>>(m, "Mark")
+      .def("hold", &Mark::hold)
+      .def("done", &Mark::done)
+      .def("wait", &Mark::wait, Unlocked())
+      .def("seconds_since", &Mark::seconds_since);
+  py::class_<SideStream>(m, "SideStream")
+      .def(py::init<int>(), py::arg("device"))
+      .def_property_readonly("handle", &SideStream::handle)
+      .def("mark", &SideStream::mark)
+      .def("begin", &SideStream::begin)
+      .def("end", &SideStream::end);
 
   // Timed loops; see bench.hpp. Times in nanoseconds of CLOCK_MONOTONIC.
   m.def("time_call", [](Communicator& comm, int warmup, int iterations, bool touch_input,

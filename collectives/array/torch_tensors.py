@@ -14,15 +14,10 @@ class Torch(Kind):
     name = "torch"
 
     def __init__(self, torch: Any) -> None:
-        self.torch = torch
-        # What torch.cuda.current_stream() asks, which needs 2 µs to make an object of it.
-        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        from .torch_streams import current_stream
 
-    def _stream(self, x: Any) -> int:
-        """torch's current stream of the GPU that `x` is on."""
-        if self._raw_stream is not None:
-            return int(self._raw_stream(x.get_device()))
-        return int(self.torch.cuda.current_stream(x.device).cuda_stream)
+        self.torch = torch
+        self._current_stream = current_stream
 
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
         torch = self.torch
@@ -58,7 +53,7 @@ class Torch(Kind):
                 )
             if not gpu:
                 raise no_gpu_error(what, device)
-            stream = self._stream(x)
+            stream = self._current_stream(x.get_device())
         try:
             pointer = x.data_ptr()
         except RuntimeError as error:

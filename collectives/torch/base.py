@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _core
+from ..array.torch_streams import current_stream
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
@@ -157,7 +158,7 @@ class BaseGroup(dist.ProcessGroup):
         """
         key = next_key()
         if call.device is not None:
-            return self._make_on_gpu(call, outputs, opts)
+            return self._make_on_gpu(call, call.device, outputs, opts)
         if key is not None and self._size > 1:
             return self._hand_over(
                 [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
@@ -195,18 +196,18 @@ class BaseGroup(dist.ProcessGroup):
         for track in self._tracks:
             track.release()
 
-    def _make_on_gpu(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
+    def _make_on_gpu(self, call: Call, device: torch.device, outputs: Any, opts: Any) -> dist.Work:
         def put_on(stream: int) -> None:
             for step in call.steps:
                 self._main.call(step, stream)
 
         if opts is None or opts.asyncOp:
-            work = self._sides.run(call.device, put_on, call.finish, outputs, call.keep)
+            work = self._sides.run(device, put_on, call.finish, outputs, call.keep)
             return self._note(work)
-        put_on(int(torch.cuda.current_stream(call.device).cuda_stream))
+        put_on(current_stream(device.index))
         if call.finish is not None:
             call.finish()
-        return self._note(StreamWork(outputs, call.device))
+        return self._note(StreamWork(outputs, device))
 
     def _note(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..array.torch_streams import current_stream
 from ..calls import ANY_PAIR
 from ..errors import ArrayError
 from . import overlap
 from .base import BaseGroup
 from .joining import Meeting
 from .sparse import all_reduce_sparse
+from .streams import StreamWork
 from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
 from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
@@ -79,6 +81,10 @@ class CollectivesGroup(Transfers, BaseGroup):
                 done = self._all_reduce_now(tensor, opts)
                 if done is not None:
                     return done
+        if len(tensors) == 1 and opts.asyncOp and tensors[0].is_cuda:
+            beside = self._all_reduce_beside(tensors[0], opts)
+            if beside is not None:
+                return beside
         return self._all_reduce(tensors, opts)
 
     def _all_reduce_now(self, tensor: Tensor, opts: Any) -> Any:
@@ -95,6 +101,34 @@ class CollectivesGroup(Transfers, BaseGroup):
         pointer, count = tensor.data_ptr(), tensor.numel() * times
         self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)
         return DONE
+
+    def _all_reduce_beside(self, tensor: Tensor, opts: Any) -> Any:
+        """The path of DDP's buckets: a contiguous tensor on a GPU, and torch goes on meanwhile."""
+        if (
+            not tensor.is_contiguous()
+            or tensor.is_sparse
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or self._coalesced is not None
+            or in_callback()
+        ):
+            return None
+        op = op_for(opts.reduceOp, tensor.dtype)
+        if op.divide:
+            return None
+        number, times = reduced(tensor.dtype)
+        device = tensor.device
+        side = self._sides.of(device)
+        side.core.begin(current_stream(device.index))
+        made = self._main.all_reduce_on(
+            side.handle, device.index, number, tensor.data_ptr(), tensor.numel() * times,
+            op.number, op.factor, tensor.nbytes,
+        )  # fmt: skip
+        if not made:
+            return None
+        ended = side.core.end()
+        tensor.record_stream(side.stream)
+        return StreamWork([tensor], device, side.stream, ended)
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if any(t.layout is not torch.strided for t in tensors):

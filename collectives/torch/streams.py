@@ -19,20 +19,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _core
+from ..array.torch_streams import current_stream
 from .futures import Future
 from .work import NO_TIMEOUT, for_future
+
+
+class Side:
+    """The side stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.core = _core.SideStream(device.index)
+        self.handle = self.core.handle
+        self.stream = torch.cuda.ExternalStream(self.handle, device)
 
 
 class SideStreams:
     """A stream for each GPU, made when the first asynchronous call needs it."""
 
     def __init__(self) -> None:
-        self._streams: dict[Any, Any] = {}
+        self._sides: dict[torch.device, Side] = {}
 
-    def of(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+    def of(self, device: torch.device) -> Side:
+        side = self._sides.get(device)
+        if side is None:
+            side = self._sides[device] = Side(device)
+        return side
 
     def run(
         self,
@@ -48,17 +60,15 @@ class SideStreams:
         used    tensors, or lists of them, that the call reads or writes there
         """
         side = self.of(device)
-        before, ended = torch.cuda.Event(), torch.cuda.Event()
-        before.record(torch.cuda.current_stream(device))
-        side.wait_event(before)
-        put_on(side.cuda_stream)
+        side.core.begin(current_stream(device.index))
+        put_on(side.handle)
         if finish is not None:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side.stream):
                 finish()
-        ended.record(side)
+        ended = side.core.end()
         for tensor in _tensors([used, outputs]):
-            tensor.record_stream(side)
-        return StreamWork(outputs, device, side, ended)
+            tensor.record_stream(side.stream)
+        return StreamWork(outputs, device, side.stream, ended)
 
 
 def _tensors(held: Any) -> Iterator[torch.Tensor]:
@@ -78,12 +88,16 @@ class StreamWork(dist.Work):
     """
 
     def __init__(
-        self, outputs: Any, device: torch.device, stream: Any = None, ended: Any = None
+        self,
+        outputs: Any,
+        device: torch.device,
+        stream: Any = None,
+        ended: _core.Mark | None = None,
     ) -> None:
         super().__init__()
         self._outputs = outputs
         self._device = device
-        self._stream = stream if stream is not None else torch.cuda.current_stream(device)
+        self._stream = torch.cuda.current_stream(device) if stream is None else stream
         self._ended = ended
         self._future: Future | None = None
 
@@ -92,7 +106,7 @@ class StreamWork(dist.Work):
         raises at a later call of the group.
         """
         if self._ended is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._ended)
+            self._ended.hold(current_stream(self._device.index))
         return True
 
     synchronize = wait
@@ -101,7 +115,7 @@ class StreamWork(dist.Work):
         """True if the GPU has ended it; for a call on the current stream, which is ordered as it
         is, always.
         """
-        return self._ended is None or bool(self._ended.query())
+        return self._ended is None or self._ended.done()
 
     is_success = is_completed
 

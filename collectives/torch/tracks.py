@@ -29,7 +29,9 @@ import numpy as np
 
 from ..calls import COLLECTIVES, DTYPES
 from ..communicator import Communicator
+from ..device import DeviceEngine
 from ..errors import AbortedError, CollectiveError, DeadlineError
+from ..schedule import is_written
 
 # ---- keys ----------------------------------------------------------------------------------------
 
@@ -151,6 +153,7 @@ class MainTrack:
         self._held_lock = threading.Lock()
         self._held: deque[tuple[Any, Any]] = deque()
         self._all_reduce_choices = comm._table("all_reduce")
+        self._device_plans: dict[int, object] = {}  # bytes -> how they are reduced on GPUs
         self.calls = 0  # which are the same on all ranks, whether or not they wait for them
 
     def call(self, step: Step, stream: int = 0) -> None:
@@ -176,6 +179,30 @@ class MainTrack:
                 _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, algorithm, 0,
                 real, imag,
             )  # fmt: skip
+
+    def all_reduce_on(
+        self, stream: int, device: int, dtype: int, pointer: int, count: int, op: int,
+        factor: complex, nbytes: int,
+    ) -> bool:  # fmt: skip
+        """Puts an all_reduce in place in the memory of GPU `device` on a stream, by the shortest
+        way. False (nothing done) where `call` must take a closer look.
+        """
+        engine = self.comm._device
+        if type(engine) is not DeviceEngine or engine.device != device:
+            return False
+        known = self._device_plans.get(nbytes)
+        if known is None:
+            algorithm = self.comm._checked_algorithm("all_reduce", nbytes)
+            if is_written(algorithm):
+                return False
+            known = self._device_plans[nbytes] = engine.options(algorithm, "all_reduce", nbytes)
+        with self._lock:
+            self.calls += 1
+            engine.run_known(
+                known, stream, (_ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, 0,
+                0, factor.real, factor.imag),
+            )  # fmt: skip
+        return True
 
     def submit(self, step: Step, keep: Any) -> tuple[Any, int]:
         """A handle with done(), wait(seconds) and raise_error(), and the number of the call. `keep`

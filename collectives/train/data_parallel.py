@@ -253,13 +253,15 @@ class Trainer:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         losses: list[tuple[Any, int]] = []  # of micro-batches, with their samples
         self._bad.clear()
+        # On a GPU the host would have to wait for each gradient to see whether it is finite.
+        ready = self.bucketer.ready if self._model.on_gpu else self._ready
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self._first = i == 0 or not self._each
             reduced = self._each or i == len(parts) - 1
             with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
                 if part is not None:
-                    loss = self._model.run(part, count / total, scale, self._ready)
+                    loss = self._model.run(part, count / total, scale, ready)
                     losses.append((loss, count))
                     if self._gatherer is not None:
                         self._gatherer.end_pass()
@@ -488,7 +490,6 @@ class Trainer:
     def _ready(self, name: str, grad: Any, scale: float = 1.0) -> None:
         if self._dtype != "float16":
             array = native(grad, f"gradient of {name!r}")
-            # On a GPU the host would have to wait for each gradient.
             if device_name(array) == "cpu" and not finite(array):
                 self._bad.add(name)
         self.bucketer.ready(name, grad, scale)
@@ -506,7 +507,7 @@ class Trainer:
             out = bucket.buffer[shard.low : shard.high] if part else shard.grad
             call = partial(comm.reduce_scatter_v, bucket.buffer, shard.counts, out=out)
         work = self.bucketer.side.launch(
-            bucket.device, partial(call, order=self._order, async_op=True)
+            bucket.device, partial(call, order=self._order, async_op=bucket.device == "cpu")
         )
         if self.sharding >= 2 and out is not shard.grad:  # before the bucket gives its memory back
             return ThenWork(work, partial(self._take, shard))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..array import empty, native, numpy_dtype
+from ..array import device_name, empty, native, numpy_dtype
 from ..errors import CollectiveError, did_you_mean
 from .model import Model, Ready
 from .sharding import Shard
@@ -99,6 +99,7 @@ class FunctionModel(Model):
                 kind[name] = native(x, f"parameter {name!r}").copy()
             elif (name in frozen) != (owner in self.frozen):
                 raise ValueError(f"{owner!r} and {name!r} are tied, and only one of them is frozen")
+        self.on_gpu = all(device_name(x) != "cpu" for x in self.parameters.values())
         self._store: Store | None = None
         self._gatherer: Gatherer | None = None
 

@@ -8,7 +8,7 @@ the others, if they do not depart too, answer with a MismatchError instead of ot
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,9 +52,11 @@ class Gatherer:
         self._side = SideStreams()
         self._works: dict[int, Work] = {}  # under way
         self._resident: OrderedDict[int, None] = OrderedDict()  # the latest used last
-        self.pins: dict[int, set[Any]] = {}  # what must not be released, and for whom
+        # What must not be released, and for whom.
+        self.pins: defaultdict[int, set[Any]] = defaultdict(set)
         self._record: list[int] | None = None  # the launches of a pass, agreed by all ranks
         self._launched: list[int] = []
+        self._latest = -1  # that was needed last in this pass
         self._everything = False
         self.peak = 0  # most bytes of gathered parameters at a time
 
@@ -62,12 +64,13 @@ class Gatherer:
         """All parameters of a bucket, gathered by now, or on a GPU, for what comes next on the
         current stream.
         """
-        if self._everything:
+        if self._everything or (index == self._latest and index not in self._works):
             return self._store.shards[index].full
         with self._memory.stream():
             return self._need(index)
 
     def _need(self, index: int) -> Any:
+        self._latest = index
         self._evict(index)  # always: what stays must not depend on what was fetched ahead
         if index not in self._resident:
             self._launch(index)
@@ -88,6 +91,7 @@ class Gatherer:
             self._compare(_END)
             self._record = list(self._launched)
         self._launched = []
+        self._latest = -1
         self.pins.clear()
         while self._resident:
             self._release(next(iter(self._resident)))

@@ -22,11 +22,13 @@ class Model(ABC):
     parameters  trainable ones, whole, as arrays of numpy or cupy; a tied parameter is in here once
     frozen      parameters that have no gradient
     buffers     other arrays that ranks must begin with alike
+    on_gpu      all trainable parameters are on a GPU
     """
 
     parameters: dict[str, Any]
     frozen: dict[str, Any]
     buffers: dict[str, Any]
+    on_gpu: bool
 
     @abstractmethod
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from .sharding import Store
 
 
+# All parameters of a bucket; nothing; each parameter with its part.
+_Flat = tuple[torch.Tensor, torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]]
+
+
 class ModuleModel(Model):
     """A torch module and its loss: loss(module, batch) -> tensor, the mean over the batch."""
 
@@ -47,17 +51,19 @@ class ModuleModel(Model):
         self._ready: Ready | None = None
         self._done: set[str] = set()  # whose gradient has arrived in this pass
         self._dtype: torch.dtype | None = None
-        self._flat: dict[int, torch.Tensor] = {}  # bucket -> its memory under stage 3
+        self._flat: dict[int, _Flat] = {}  # bucket -> its memory under stage 3
+        self._owns: list[_Own] = []
         self._gatherer: Gatherer | None = None
         self._store: Store | None = None
         # Parameters outlive the trainer, and what they hold is beyond Python's collector of cycles.
-        arrived = weakref.WeakMethod(self._arrived)
+        own = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_tell, arrived, name))
+            parameter.register_post_accumulate_grad_hook(_telling(own, name))
             for name, parameter in self._tensors.items()
         ]
         devices = {p.device for p in self._tensors.values() if p.is_cuda}
         self._ordinal = devices.pop().index if devices else None
+        self.on_gpu = all(p.is_cuda for p in self._tensors.values())
 
     @property
     def named(self) -> dict[int, str]:
@@ -78,32 +84,42 @@ class ModuleModel(Model):
             for shard in store.shards:
                 kind = torch_dtype(torch, shard.dtype)
                 device = shard.bucket.device
-                self._flat[shard.bucket.index] = torch.empty(
-                    shard.bucket.count, dtype=kind, device=device
+                flat = torch.empty(shard.bucket.count, dtype=kind, device=device)
+                # Views see the storage, whatever memory it has.
+                self._flat[shard.bucket.index] = (
+                    flat,
+                    flat.new_empty(0),
+                    [
+                        (self._tensors[s.name], flat[s.start : s.start + s.length].view(s.shape))
+                        for s in shard.bucket.slots
+                    ],
                 )
                 self.give(shard)
-        if not first:
-            return
+        if first:
+            self._begin()
+        for own in self._owns:
+            own.find(self._bucket)
+
+    def _begin(self) -> None:
         for name, parameter in self._frozen.items():
             value = tensor_of(self.frozen[name])
             parameter.data = value if self._dtype is None else value.to(self._dtype)
             self.frozen[name] = native(parameter.detach())
-        if gatherer is not None:
+        if self._gatherer is not None:
             self._watch()
 
     def take(self, shard: Shard) -> Any:
-        flat = self._flat[shard.bucket.index]
+        flat, _, views = self._flat[shard.bucket.index]
         flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-        for slot in shard.bucket.slots:
-            part = flat[slot.start : slot.start + slot.length]
-            self._tensors[slot.name].data = part.view(slot.shape)
+        for parameter, view in views:
+            parameter.data = view
         return native(flat)
 
     def give(self, shard: Shard) -> None:
-        flat = self._flat[shard.bucket.index]
-        for slot in shard.bucket.slots:
+        flat, nothing, views = self._flat[shard.bucket.index]
+        for parameter, _ in views:
             # What is used outside of its module's forward fails by its shape.
-            self._tensors[slot.name].data = flat.new_empty(0)
+            parameter.data = nothing
         flat.untyped_storage().resize_(0)
 
     def stream(self) -> AbstractContextManager[None]:
@@ -127,14 +143,14 @@ class ModuleModel(Model):
         (loss.float() * (weight * scale)).backward()
         return loss.detach()
 
-    def _arrived(self, name: str, parameter: torch.Tensor) -> None:
+    def arrived(self, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter is there."""
         grad, parameter.grad = parameter.grad, None
         assert self._ready is not None and grad is not None
         self._ready(name, grad if grad.is_contiguous() else grad.contiguous())
-        self._done.add(name)
         if self._gatherer is not None:
-            index = self._bucket(name)
-            self._gatherer.pins.get(index, set()).discard(name)
+            self._done.add(name)
+            self._gatherer.pins[self._bucket(name)].discard(name)
 
     def _bucket(self, name: str) -> int:
         assert self._store is not None
@@ -143,50 +159,68 @@ class ModuleModel(Model):
     def _watch(self) -> None:
         """Hooks on all modules that have parameters of their own."""
         for module in self._module.modules():
-            own = [self._names[id(p)] for p in module.parameters(recurse=False) if p.requires_grad]
-            if own:
-                before, after = (
-                    partial(f, own) for f in (self._before_forward, self._after_forward)
-                )
+            names = [
+                self._names[id(p)] for p in module.parameters(recurse=False) if p.requires_grad
+            ]
+            if names:
+                own = _Own(names)
+                self._owns.append(own)
+                before = partial(self._before_forward, own)
+                after = partial(self._after_forward, own)
                 self._hooks.append(module.register_forward_pre_hook(before))
                 self._hooks.append(module.register_forward_hook(after, always_call=True))
 
-    def _before_forward(self, names: list[str], module: torch.nn.Module, inputs: Any) -> None:
+    def _before_forward(self, own: _Own, module: torch.nn.Module, inputs: Any) -> None:
         gatherer = self._gatherer
         assert gatherer is not None
-        for index in dict.fromkeys(map(self._bucket, names)):
-            gatherer.pins.setdefault(index, set()).add(id(module))
+        for index in own.buckets:
+            gatherer.pins[index].add(id(module))
             gatherer.need(index)
 
-    def _after_forward(
-        self, names: list[str], module: torch.nn.Module, inputs: Any, output: Any
-    ) -> None:
+    def _after_forward(self, own: _Own, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         gatherer = self._gatherer
         assert gatherer is not None
-        for index in dict.fromkeys(map(self._bucket, names)):
+        for index in own.buckets:
             gatherer.pins[index].discard(id(module))
         for tensor in _tensors(output):
             # What comes next may write in place into a view: then autograd goes past the view's
             # node and straight to that of its base.
             base = tensor._base if tensor._is_view() else None
             for node in {tensor.grad_fn, None if base is None else base.grad_fn} - {None}:
-                node.register_prehook(partial(self._before_backward, names))
+                node.register_prehook(partial(self._before_backward, own))
 
-    def _before_backward(self, names: list[str], grads: Any) -> None:
+    def _before_backward(self, own: _Own, grads: Any) -> None:
         gatherer = self._gatherer
         assert gatherer is not None
-        for name in names:
-            if name in self._done:
-                continue
-            index = self._bucket(name)
-            gatherer.pins.setdefault(index, set()).add(name)  # until its gradient has arrived
-            gatherer.need(index)
+        for name, index in own.places:
+            if name not in self._done:
+                gatherer.pins[index].add(name)  # until its gradient has arrived
+                gatherer.need(index)
 
 
-def _tell(arrived: weakref.WeakMethod[Any], name: str, parameter: torch.Tensor) -> None:
-    do = arrived()
-    if do is not None:
-        do(name, parameter)
+class _Own:
+    """The trainable parameters of a module itself, and the buckets that they are in."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self.places: list[tuple[str, int]] = []
+        self.buckets: list[int] = []
+
+    def find(self, bucket_of: Callable[[str], int]) -> None:
+        """The parameters lie in other buckets now."""
+        self.places = [(name, bucket_of(name)) for name in self._names]
+        self.buckets = list(dict.fromkeys(index for _, index in self.places))
+
+
+def _telling(own: weakref.ref[ModuleModel], name: str) -> Callable[[torch.Tensor], None]:
+    """A hook that tells the model, if it is still there, of a gradient."""
+
+    def tell(parameter: torch.Tensor) -> None:
+        model = own()
+        if model is not None:
+            model.arrived(name, parameter)
+
+    return tell
 
 
 def _copy(x: torch.Tensor) -> Any:

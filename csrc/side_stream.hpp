@@ -1,0 +1,53 @@
+// A stream beside the caller's, and marks in streams: what puts a call in the background with two
+// calls from Python. No CUDA here: built without it, every way in throws Error(unsupported).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace collectives {
+
+// A place in a stream (a cudaStream_t as a number), with the time at which the GPU came there.
+class Mark {
+ public:
+  class Impl;
+  explicit Mark(std::unique_ptr<Impl> impl);
+  ~Mark();  // gives its event back to its stream
+  Mark(const Mark&) = delete;
+  Mark& operator=(const Mark&) = delete;
+
+  // What comes next on `stream` waits for this place; the host does not.
+  void hold(std::uintptr_t stream) const;
+  // True once the GPU has come there.
+  bool done() const;
+  // Waits until it has.
+  void wait() const;
+  // Seconds from another place to this one, negative if this comes first; both are done.
+  double seconds_since(const Mark& other) const;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+class SideStream {
+ public:
+  explicit SideStream(int device);
+  ~SideStream();
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+
+  std::uintptr_t handle() const;
+  // A place behind all that is on `stream`, one of the same device.
+  std::shared_ptr<Mark> mark(std::uintptr_t stream) const;
+  // What comes next on the side stream waits for all that is on `current`; the place of it.
+  std::shared_ptr<Mark> begin(std::uintptr_t current) const;
+  // The place behind all that is on the side stream.
+  std::shared_ptr<Mark> end() const;
+
+ private:
+  class Events;
+  friend class Mark;
+  std::shared_ptr<Events> events_;
+};
+
+}  // namespace collectives
