@@ -333,7 +333,8 @@ class Calls:
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        engine.run(arguments, algorithm, stream, nbytes)
+        beside = put_on is not None and put_on.beside
+        engine.run(arguments, algorithm, stream, nbytes, beside)
 
     def _check_stream(self, stream: Stream, engine: DeviceEngine, collective: str) -> None:
         if stream.ordinal not in (None, engine.device):

@@ -241,9 +241,11 @@ class DeviceEngine:
         """What all ranks say. Collective, on the host."""
         return self._bootstrap.all_gather(mine)
 
-    def options(self, algorithm: str, collective: str, nbytes: int) -> object:
-        """How `algorithm` does calls of so many bytes: what the core's call takes."""
-        how = device_launch(algorithm, collective, nbytes, self._bootstrap.size)
+    def options(self, algorithm: str, collective: str, nbytes: int, beside: bool = False) -> object:
+        """How `algorithm` does calls of so many bytes, `beside` a stream that computes or not: what
+        the core's call takes.
+        """
+        how = device_launch(algorithm, collective, nbytes, self._bootstrap.size, beside)
         known = self._options.get((algorithm, how))
         if known is None:
             known = self._options[algorithm, how] = _core.device_options(
@@ -251,13 +253,21 @@ class DeviceEngine:
             )
         return known
 
-    def run(self, arguments: tuple[Any, ...], algorithm: str, stream: int, nbytes: int = 0) -> None:
+    def run(
+        self,
+        arguments: tuple[Any, ...],
+        algorithm: str,
+        stream: int,
+        nbytes: int = 0,
+        beside: bool = False,
+    ) -> None:
         """Puts a call of `nbytes` bytes (alike on all ranks) on a stream.
 
         Raises what a peer told on the host, after ending the kernels that wait for it.
         """
         collective = _core.collectives[arguments[0]]
-        self.run_known(self.options(algorithm, collective, nbytes), stream, arguments)
+        options = self.options(algorithm, collective, nbytes, beside)
+        self.run_known(options, stream, arguments)
 
     def run_known(self, options: object, stream: int, arguments: tuple[Any, ...]) -> None:
         """`run` with `options` that are known."""

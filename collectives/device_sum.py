@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
+from .array import Stream
 from .array.device import Cupy
 from .array.dtypes import NUMPY_DTYPES
 from .array.recognising import KINDS
@@ -24,15 +25,15 @@ def make_device_sum(
     engine: DeviceEngine, choose: Callable[[str, int], str]
 ) -> Callable[[Any, Any, Any, Any], bool]:
     """A function (x, out, order, stream) that sums x over the ranks, into itself or into `out`, if
-    these are cupy arrays on the engine's GPU that need no further look, and `stream` is a handle or
-    None; False (nothing done) for anything else, which the general path then judges.
+    these are cupy arrays on the engine's GPU that need no further look, and `stream` is one that
+    was looked at or None; False (nothing done) for anything else, which the general path then judges.
 
     choose  the algorithm for a collective and its bytes
     """
     ordinal = engine.device
-    plans: dict[tuple[np.dtype[Any], int], tuple[object, int] | None] = {}
+    plans: dict[tuple[np.dtype[Any], int, bool], tuple[object, int] | None] = {}
 
-    def plan(dtype: np.dtype[Any], size: int) -> tuple[object, int] | None:
+    def plan(dtype: np.dtype[Any], size: int, beside: bool) -> tuple[object, int] | None:
         name = NUMPY_DTYPES.get(dtype)
         if name is None or _core.why_op_unsupported("sum", name):
             return None
@@ -40,15 +41,18 @@ def make_device_sum(
         algorithm = choose("all_reduce", nbytes)
         if is_written(algorithm):
             return None
-        return engine.options(algorithm, "all_reduce", nbytes), _core.dtypes.index(name)
+        return engine.options(algorithm, "all_reduce", nbytes, beside), _core.dtypes.index(name)
 
     def device_sum(x: Any, out: Any, order: Any, stream: Any) -> bool:
         kind = KINDS.get(type(x))
         if type(kind) is not Cupy or order not in ORDERS:
             return False
+        beside = False
         if stream is None:
             stream = kind.stream()
-        elif type(stream) is not int or stream < 0:
+        elif type(stream) is Stream and stream.ordinal == ordinal:
+            stream, beside = stream.handle, stream.beside
+        else:
             return False
         data, size, dtype = x.data, x.size, x.dtype
         if data.device_id != ordinal or not x.flags.c_contiguous:
@@ -67,9 +71,9 @@ def make_device_sum(
             if source != target and abs(source - target) < size * dtype.itemsize:
                 return False
         try:
-            known = plans[dtype, size]
+            known = plans[dtype, size, beside]
         except KeyError:
-            known = plans[dtype, size] = plan(dtype, size)
+            known = plans[dtype, size, beside] = plan(dtype, size, beside)
         if known is None:
             return False
         how, number = known

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _core
+from .array import Stream
 from .work import Spanned, Work
 
 Launch = Callable[..., Any]  # call(stream=...) puts a call there; None: the arrays are on the host
@@ -47,7 +48,7 @@ class SideStream:
     def __init__(self, ordinal: int) -> None:
         self._current = sys.modules["cupy"].cuda.get_current_stream
         self._core = _core.SideStream(ordinal)
-        self._handle = self._core.handle
+        self._stream = Stream(self._core.handle, ordinal, beside=True)
         self._anchor = self._core.end()
         self._anchor.wait()
         self._anchored = time.monotonic()  # when the host saw the anchor, which is a little late
@@ -55,7 +56,7 @@ class SideStream:
 
     def launch(self, call: Launch) -> SideWork:
         ready = self._core.begin(self._current().ptr)
-        work = call(stream=self._handle)
+        work = call(stream=self._stream)
         ended = self._core.end()
         before, self._last = self._last, ended
         return SideWork(self, work, ready, before, ended)

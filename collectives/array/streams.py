@@ -13,10 +13,12 @@ class Stream(NamedTuple):
 
     handle   its cudaStream_t, as an integer
     ordinal  the GPU that it belongs to, None if it does not tell
+    beside   it runs beside a stream that computes: calls there leave multiprocessors to that one
     """
 
     handle: int
     ordinal: int | None
+    beside: bool = False
 
 
 def stream_of(stream: Any, what: str) -> Stream:
@@ -27,6 +29,8 @@ def stream_of(stream: Any, what: str) -> Stream:
 
     Raises ArrayTypeError for anything else.
     """
+    if type(stream) is Stream:
+        return stream
     if not isinstance(stream, bool):
         try:
             number = operator.index(stream)

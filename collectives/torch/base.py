@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _core
+from ..array import Stream
 from ..array.torch_streams import current_stream
 from .completing import Completer
 from .joining import Meeting
@@ -197,14 +198,14 @@ class BaseGroup(dist.ProcessGroup):
             track.release()
 
     def _make_on_gpu(self, call: Call, device: torch.device, outputs: Any, opts: Any) -> dist.Work:
-        def put_on(stream: int) -> None:
+        def put_on(stream: Stream) -> None:
             for step in call.steps:
                 self._main.call(step, stream)
 
         if opts is None or opts.asyncOp:
             work = self._sides.run(device, put_on, call.finish, outputs, call.keep)
             return self._note(work)
-        put_on(current_stream(device.index))
+        put_on(Stream(current_stream(device.index), device.index))
         if call.finish is not None:
             call.finish()
         return self._note(StreamWork(outputs, device))

@@ -121,8 +121,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         side = self._sides.of(device)
         side.core.begin(current_stream(device.index))
         made = self._main.all_reduce_on(
-            side.handle, device.index, number, tensor.data_ptr(), tensor.numel() * times,
-            op.number, op.factor, tensor.nbytes,
+            side.for_calls, number, tensor.data_ptr(), tensor.numel() * times, op.number,
+            op.factor, tensor.nbytes,
         )  # fmt: skip
         if not made:
             return None

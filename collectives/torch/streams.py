@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _core
+from ..array import Stream
 from ..array.torch_streams import current_stream
 from .futures import Future
 from .work import NO_TIMEOUT, for_future
@@ -30,8 +31,8 @@ class Side:
 
     def __init__(self, device: torch.device) -> None:
         self.core = _core.SideStream(device.index)
-        self.handle = self.core.handle
-        self.stream = torch.cuda.ExternalStream(self.handle, device)
+        self.for_calls = Stream(self.core.handle, device.index, beside=True)
+        self.stream = torch.cuda.ExternalStream(self.core.handle, device)
 
 
 class SideStreams:
@@ -49,19 +50,19 @@ class SideStreams:
     def run(
         self,
         device: torch.device,
-        put_on: Callable[[int], None],
+        put_on: Callable[[Stream], None],
         finish: Callable[[], None] | None,
         outputs: Any,
         used: Any,
     ) -> StreamWork:
-        """Runs `put_on`, which puts a call on the side stream, whose handle it gets.
+        """Runs `put_on`, which puts a call on the side stream, which it gets.
 
         finish  what torch is to do there behind the call, if anything
         used    tensors, or lists of them, that the call reads or writes there
         """
         side = self.of(device)
         side.core.begin(current_stream(device.index))
-        put_on(side.handle)
+        put_on(side.for_calls)
         if finish is not None:
             with torch.cuda.stream(side.stream):
                 finish()

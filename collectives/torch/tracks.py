@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..array import Stream
 from ..calls import COLLECTIVES, DTYPES
 from ..communicator import Communicator
 from ..device import DeviceEngine
@@ -134,11 +135,11 @@ def arguments(comm: Communicator, step: Step) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def put_on_stream(comm: Communicator, step: Step, stream: int) -> None:
+def put_on_stream(comm: Communicator, step: Step, stream: Stream) -> None:
     """Puts a call on device memory on a stream."""
     comm._run_on_device(
         str(step.device), step.collective, arguments(comm, step), step.root, step.nbytes, None,
-        stream, None,
+        0, stream,
     )  # fmt: skip
 
 
@@ -153,14 +154,17 @@ class MainTrack:
         self._held_lock = threading.Lock()
         self._held: deque[tuple[Any, Any]] = deque()
         self._all_reduce_choices = comm._table("all_reduce")
-        self._device_plans: dict[int, object] = {}  # bytes -> how they are reduced on GPUs
+        self._device_plans: dict[
+            int, object
+        ] = {}  # bytes -> how they are reduced on the side stream
         self.calls = 0  # which are the same on all ranks, whether or not they wait for them
 
-    def call(self, step: Step, stream: int = 0) -> None:
+    def call(self, step: Step, stream: Stream | None = None) -> None:
         """Makes a call; one on device memory is put on `stream`."""
         with self._lock:
             self.calls += 1
             if step.device is not None:
+                assert stream is not None
                 put_on_stream(self.comm, step, stream)
             else:
                 self.comm._call(*arguments(self.comm, step))
@@ -181,27 +185,29 @@ class MainTrack:
             )  # fmt: skip
 
     def all_reduce_on(
-        self, stream: int, device: int, dtype: int, pointer: int, count: int, op: int,
-        factor: complex, nbytes: int,
+        self, stream: Stream, dtype: int, pointer: int, count: int, op: int, factor: complex,
+        nbytes: int,
     ) -> bool:  # fmt: skip
-        """Puts an all_reduce in place in the memory of GPU `device` on a stream, by the shortest
-        way. False (nothing done) where `call` must take a closer look.
+        """Puts an all_reduce in place in the memory of a stream's GPU there, by the shortest way.
+        False (nothing done) where `call` must take a closer look.
         """
         engine = self.comm._device
-        if type(engine) is not DeviceEngine or engine.device != device:
+        if type(engine) is not DeviceEngine or engine.device != stream.ordinal:
             return False
         known = self._device_plans.get(nbytes)
         if known is None:
             algorithm = self.comm._checked_algorithm("all_reduce", nbytes)
             if is_written(algorithm):
                 return False
-            known = self._device_plans[nbytes] = engine.options(algorithm, "all_reduce", nbytes)
+            known = engine.options(algorithm, "all_reduce", nbytes, stream.beside)
+            self._device_plans[nbytes] = known
         with self._lock:
             self.calls += 1
-            engine.run_known(
-                known, stream, (_ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, 0,
-                0, factor.real, factor.imag),
+            numbers = (
+                _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, 0, 0,
+                factor.real, factor.imag,
             )  # fmt: skip
+            engine.run_known(known, stream.handle, numbers)
         return True
 
     def submit(self, step: Step, keep: Any) -> tuple[Any, int]:

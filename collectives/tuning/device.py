@@ -22,6 +22,9 @@ _PULL_BELOW = 16 << 20
 # Blocks of direct_two_shot for three and more ranks up to _FEW_BLOCKS_BELOW: with more, the signals
 # between all pairs take longer than the bytes.
 _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
+# Blocks of direct_two_shot beside a stream that computes: blocks that wait for a peer hold their
+# multiprocessors, and a kernel of cuBLAS finds no room beside one.
+_BLOCKS_BESIDE = 32
 # One message to each peer from the root, until the root's link is full for longer than a ring of
 # all ranks needs to fill.
 _ROOT_SENDS_ALL = 256 << 10
@@ -66,14 +69,20 @@ _PLAIN = Launch()
 
 
 @lru_cache(1024)
-def device_launch(algorithm: str, collective: str, nbytes: int, nranks: int) -> Launch:
-    """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own."""
+def device_launch(
+    algorithm: str, collective: str, nbytes: int, nranks: int, beside: bool = False
+) -> Launch:
+    """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own.
+
+    beside  another stream computes meanwhile
+    """
     if algorithm == "direct_one_shot":
         each = nbytes / nranks if collective in _BLOCKED else nbytes
         return Launch(lines=each > _of(_PACKETS, nranks))
     if algorithm == "direct_two_shot":
         few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
-        return Launch(blocks=_FEW_BLOCKS if few else 0, pull=nbytes < _PULL_BELOW)
+        blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
+        return Launch(blocks=blocks, pull=nbytes < _PULL_BELOW)
     return _PLAIN
 
 

@@ -1,0 +1,71 @@
+"""Calls beside the caller's stream: they come after what is on it, it waits where it is told to,
+and the host knows afterwards when they ran.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from gpus import MARK, cupy
+from on_device import OnDevice, run_on
+
+from collectives import _core
+from collectives.side_stream import SideStreams, SideWork
+
+pytestmark = MARK
+
+
+@pytest.mark.parametrize("order", [None, "rank"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_calls_beside_the_stream(n: int, order: str | None) -> None:
+    count, calls = 40_000, 4
+
+    def body(comm: OnDevice) -> None:
+        side = SideStreams()
+        began = time.monotonic()
+        with comm.stream:
+            arrays = [cupy.empty(count, np.float32) for _ in range(calls)]
+            works = []
+            for turn, x in enumerate(arrays):
+                x.set(np.full(count, comm.rank + turn, np.float32))
+                call = partial(comm.comm.all_reduce, x, order=order)
+                works.append(side.launch("cuda:0", call))
+            for work in works:
+                assert isinstance(work, SideWork)
+                work.wait()
+            comm.stream.synchronize()
+        for turn, x in enumerate(arrays):
+            assert (x.get() == sum(r + turn for r in range(n))).all()
+        spans = [work.span() for work in works if isinstance(work, SideWork)]
+        assert all(work.done() for work in works)
+        at = began - 0.1
+        for start, end in spans:  # one after the other, in the time of the host
+            assert at <= start <= end, spans
+            at = end - 1e-6
+        assert at <= time.monotonic() + 0.1, spans
+
+    run_on(n, [0], body, timeout=60)
+
+
+def test_the_clock_goes_on_from_any_mark() -> None:
+    def body(comm: OnDevice) -> None:
+        with comm.stream:
+            side = SideStreams().of("cuda:0")
+            first = side.mark()
+            first.wait()
+            told = side.when(first)
+            side.anchor(first)
+            assert abs(side.when(first) - told) < 1e-6
+            second = side.mark()
+            second.wait()
+            assert told - 1e-6 <= side.when(second) <= time.monotonic() + 0.1
+
+    run_on(1, [0], body, timeout=60)
+
+
+def test_arrays_on_the_host_are_called_as_they_are() -> None:
+    done = _core.has_cuda
+    assert SideStreams().launch("cpu", lambda stream: (stream, done)) == (None, done)
