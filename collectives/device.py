@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ._core import Communicator as Core
     from .array import View
 
+# Is it a send, peer, tag, dtype, address, count.
+Transfer = tuple[bool, int, int, int, int, int]
+
 # Looks at host arrays, and where there is an engine for them, at device arrays.
 view = partial(_array.view, gpu=_core.has_cuda)
 
@@ -259,6 +262,18 @@ class DeviceEngine:
         collective = _core.collectives[arguments[0]]
         try:
             self.call(self.options(algorithm, collective, nbytes), stream, *arguments)
+        except (MismatchError, AbortedError, PeerDiedError) as error:
+            self.pass_on(error)
+            raise
+
+    def transfer(self, transfers: list[Transfer], stream: int) -> None:
+        """Puts sends and receives, which go on together, on a stream. Not collective.
+
+        Raises as `run` does.
+        """
+        try:
+            self.host.look()
+            self.core.transfer(transfers, stream)
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.pass_on(error)
             raise
