@@ -92,8 +92,8 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
                       (of_transfers
                            ? ". It died, is late, sends or receives arrays on the host, or waits "
                              "for this rank in a call before; sends and receives of a stream go in "
-                             "its order: put those that must go on together into one sendrecv or "
-                             "`with comm.group()`"
+                             "its order: put those that must go on together into one sendrecv, "
+                             "`with comm.group()` or torch's batch_isend_irecv"
                            : ". It died, is late, calls with arrays on the host, or has captured "
                              "the call into a graph and not launched that"),
                   r.peer);

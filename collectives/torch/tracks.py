@@ -23,13 +23,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..calls import COLLECTIVES, DTYPES
 from ..communicator import Communicator
 from ..errors import AbortedError, CollectiveError, DeadlineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..device import Transfer
 
 # ---- keys ----------------------------------------------------------------------------------------
 
@@ -176,6 +181,11 @@ class MainTrack:
                 _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, algorithm, 0,
                 real, imag,
             )  # fmt: skip
+
+    def transfer(self, transfers: list[Transfer], device: torch.device, stream: int) -> None:
+        """Puts sends and receives on device memory on `stream`."""
+        with self._lock:
+            self.comm._engine(str(device)).transfer(transfers, stream)
 
     def submit(self, step: Step, keep: Any) -> tuple[Any, int]:
         """A handle with done(), wait(seconds) and raise_error(), and the number of the call. `keep`

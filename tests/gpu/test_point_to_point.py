@@ -419,13 +419,13 @@ def test_an_abort_ends_a_receive() -> None:
         box = Box(comm)
         array = box.put(np.ones(8, np.uint8))
         comm.comm.barrier()
-        if comm.rank == 0:
-            comm.comm.recv(array, 1)
-        else:
-            comm.comm.abort("enough")
         with pytest.raises(cc.AbortedError) as caught:
-            comm.comm.synchronize(20)
-            comm.comm.recv(array, 0)
+            if comm.rank == 0:
+                comm.comm.recv(array, 1)
+                comm.comm.synchronize(20)
+            else:
+                comm.comm.abort("enough")
+                comm.comm.recv(array, 0)
         return str(caught.value)
 
     assert "enough" in run_on(2, ALL, body, timeout=40)[0]
@@ -526,6 +526,24 @@ def test_the_engine_must_be_set_up() -> None:
         return True
 
     assert cc.run_threads(2, body, timeout=20) == [True] * 2
+
+
+def test_all_ranks_know_if_one_has_moved_by_host() -> None:
+    """As torch's process groups do before the engine is set up: messages may still be under way."""
+
+    def body(comm: OnDevice) -> list[bool]:
+        x = Box(comm).put(np.ones(8, np.float32))
+        found = []
+        for who in (None, 1):
+            ends = comm.comm.duplicate()
+            ends._moved_by_host = comm.rank == who
+            ends.all_reduce(x)
+            comm.finish()
+            assert ends._device is not None
+            found.append(ends._device.moves)
+        return found
+
+    assert run_on(2, ALL, body, timeout=20) == [[True, False]] * 2
 
 
 def test_hurried() -> None:
