@@ -49,8 +49,7 @@ class PointToPoint(Calls):
         self, out: Any, source: int, tag: int = 0, *, async_op: bool = False, stream: Any = None
     ) -> Any:
         """Receives into `out` what rank `source` sends with `tag`; count and dtype must match.
-        Returns out. An array that is never written, as jax's, says what comes, and a new one is
-        returned.
+        Returns out. jax arrays are never written: one says what comes, and a new one is returned.
 
         stream  as of any collective, for arrays on a GPU
 
@@ -153,26 +152,29 @@ class PointToPoint(Calls):
                 f"{len(set(self.nodes))}; send copies on the host",
                 rank=self.rank,
             )
-        stream = parts[0].array.stream
+        streams = [p.array.stream for p in parts]
+        stream = next((s for s in streams if s is not None), 0)
         if put_on is not None:
             self._check_stream(put_on, engine, what)
             stream = put_on.handle
-        list_ = [
+        transfers = [
             (p.sends, p.peer, p.tag, DTYPES[p.array.dtype], p.array.pointer, p.array.count)
             for p in parts
         ]
-        # jax: what is handed out is written already.
-        ended = partial(self._ended, device, result) if parts[0].array.stream is None else result
+        # jax: what is handed out is written already, and what is sent read.
+        ended = partial(self._ended, device, result) if None in streams else result
         if self._group is not None:
-            return self._group.add_device_transfers(engine, list_, stream or 0, ended, keep)
-        engine.transfer(list_, stream or 0)
+            return self._group.add_device_transfers(engine, transfers, stream, ended, keep)
+        engine.transfer(transfers, stream)
         return DeviceWork(engine, result, keep) if async_op else ended()
 
 
 def _landing(out: Any, what: str) -> tuple[View, Callable[[], Any]]:
     """Where to write what comes for `out`, and what the user gets."""
-    if not is_immutable(out, what):
+    like = view(out, writable=False, what=what) if is_immutable(out, what) else None
+    if like is None or like.kind != "jax":  # others that are never written raise
         return view(out, writable=True, what=what), lambda: out
-    like = view(out, writable=False, what=what)
     buffer = new_like(out, like.shape)
-    return view(buffer, writable=True, what=what), lambda: finish(out, buffer)
+    target = view(buffer, writable=True, what=what)
+    target.stream = like.stream  # no other library knows of the buffer
+    return target, lambda: finish(out, buffer)
