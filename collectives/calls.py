@@ -65,6 +65,7 @@ class Calls:
     _bootstrap: Bootstrap
     _device: DeviceEngine | None  # None until the first device array
     _gpu_path: str  # COLLECTIVES_GPU_PATH
+    _moved_by_host: bool  # what is on the GPU was sent or received by way of the host
     _device_sum: Callable[[Any, Any, Any, Any], bool] | None
     _closed: bool
     _in_flight: InFlight
@@ -274,7 +275,13 @@ class Calls:
             )
             return
         self._device = DeviceEngine(
-            self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks, self._gpu_path
+            self._bootstrap,
+            self._core,
+            self.nodes,
+            ordinal,
+            self.max_blocks,
+            self._gpu_path,
+            self._moved_by_host,
         )
         own = weakref.WeakMethod(self._checked_algorithm)  # else this communicator held itself
 

@@ -92,6 +92,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
         self._closed = False
         self._device = self._device_sum = None
+        self._moved_by_host = False
         self._group = None
         self._in_flight = InFlight()
         self._children = itertools.count()

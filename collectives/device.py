@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ._core import Communicator as Core
     from .array import View
 
+# Is it a send, peer, tag, dtype, address, count.
+Transfer = tuple[bool, int, int, int, int, int]
+
 # Looks at host arrays, and where there is an engine for them, at device arrays.
 view = partial(_array.view, gpu=_core.has_cuda)
 
@@ -90,10 +93,12 @@ class DeviceEngine:
     max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
                 bound of all ranks counts.
     path        "auto"; "peer" or "host" forces a way (COLLECTIVES_GPU_PATH)
+    by_host     this rank has sent or received what is on its GPU by way of the host
 
-    After that, `path` is how the ranks reach each other: "peer", in memory of their GPUs, or
-    "host", in pinned memory of the host, and `fallback` says why it is the second one, where that
-    was not forced. Rank 0 warns of it.
+    After that, `moves` is False if a rank has: then another may still be to receive it there. And
+    `path` is how the ranks reach each other: "peer", in memory of their GPUs, or "host", in pinned
+    memory of the host, and `fallback` says why it is the second one, where that was not forced.
+    Rank 0 warns of it.
 
     Raises UnsupportedError on all ranks, in words, where they cannot reach each other.
     """
@@ -106,6 +111,7 @@ class DeviceEngine:
         device: int,
         max_blocks: int = 0,
         path: str = "auto",
+        by_host: bool = False,
     ) -> None:
         self.host = host
         self.device = device
@@ -115,8 +121,9 @@ class DeviceEngine:
         why = why_no_gpu(device)
         infos = self._agree(
             "has no GPU", why, host=host_key(), pid=os.getpid(), device=device, bound=max_blocks,
-            path=path,
+            path=path, by_host=by_host,
         )  # fmt: skip
+        self.moves = not any(i["by_host"] for i in infos)
         max_blocks = min((i["bound"] for i in infos if i["bound"]), default=0)
         if len({i["host"] for i in infos}) > 1:
             raise UnsupportedError(
@@ -273,6 +280,18 @@ class DeviceEngine:
         """`run` with `options` that are known."""
         try:
             self.call(options, stream, *arguments)
+        except (MismatchError, AbortedError, PeerDiedError) as error:
+            self.pass_on(error)
+            raise
+
+    def transfer(self, transfers: list[Transfer], stream: int) -> None:
+        """Puts sends and receives, which go on together, on a stream. Not collective.
+
+        Raises as `run` does.
+        """
+        try:
+            self.host.look()
+            self.core.transfer(transfers, stream)
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.pass_on(error)
             raise

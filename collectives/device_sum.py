@@ -25,8 +25,8 @@ def make_device_sum(
     engine: DeviceEngine, choose: Callable[[str, int], str]
 ) -> Callable[[Any, Any, Any, Any], bool]:
     """A function (x, out, order, stream) that sums x over the ranks, into itself or into `out`, if
-    these are cupy arrays on the engine's GPU that need no further look, and `stream` is one that
-    was looked at or None; False (nothing done) for anything else, which the general path then judges.
+    these are cupy arrays on the engine's GPU that need no further look, and `stream` is None or was
+    looked at; False (nothing done) for anything else, which the general path then judges.
 
     choose  the algorithm for a collective and its bytes
     """

@@ -17,6 +17,8 @@ from .work import GroupWork, TransferWork
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from .device import DeviceEngine, Transfer
+
 
 class _Pack:
     """all_reduce calls of one dtype and op that run as one."""
@@ -64,6 +66,29 @@ class _Pack:
             work.complete(result())
 
 
+class _Together:
+    """Sends and receives on a GPU that go on together."""
+
+    def __init__(self, engine: DeviceEngine, stream: int) -> None:
+        self.engine = engine
+        self.stream = stream
+        self._transfers: list[Transfer] = []
+        self._calls: list[tuple[Callable[[], Any], GroupWork, Any]] = []
+
+    def add(
+        self, transfers: list[Transfer], result: Callable[[], Any], keep: tuple[Any, ...]
+    ) -> GroupWork:
+        self._transfers += transfers
+        work = GroupWork()
+        self._calls.append((result, work, keep))
+        return work
+
+    def run(self) -> None:
+        self.engine.transfer(self._transfers, self.stream)
+        for result, work, _ in self._calls:
+            work.complete(result())
+
+
 def _bytes(v: View) -> Any:
     return from_pointer(v.pointer, (v.nbytes,), "uint8", owner=v.owner)
 
@@ -80,6 +105,7 @@ class Group:
         self._entries: list[tuple[Callable[[], Any], GroupWork]] = []
         self._open: dict[tuple[str, str], _Pack] = {}  # packs that may still grow
         self._transfers: list[TransferWork] = []
+        self._together: _Together | None = None  # sends and receives on a GPU that may still grow
 
     def __enter__(self) -> Group:
         if self._comm._group is not None:
@@ -90,6 +116,7 @@ class Group:
     def add(self, run: Callable[[], Any]) -> GroupWork:
         """Notes any call; later ones may need its result, so packs end here."""
         self._open.clear()
+        self._together = None
         work = GroupWork()
         self._entries.append((run, work))
         return work
@@ -98,6 +125,7 @@ class Group:
         self, source: View, target: View, op: str, result: Callable[[], Any]
     ) -> GroupWork:
         """Notes an all_reduce that may be packed with others."""
+        self._together = None
         if any(pack.depends(source) for pack in self._open.values()):
             self._open.clear()
         pack = self._open.get((source.dtype, op))
@@ -110,6 +138,24 @@ class Group:
         """Notes sends and receives that are under way."""
         self._transfers.append(work)
         return work
+
+    def add_device_transfers(
+        self,
+        engine: DeviceEngine,
+        transfers: list[Transfer],
+        stream: int,
+        result: Callable[[], Any],
+        keep: tuple[Any, ...],
+    ) -> GroupWork:
+        """Notes sends and receives on a GPU. Those that follow each other, on one stream, go on
+        together.
+        """
+        together = self._together
+        if together is None or (together.engine, together.stream) != (engine, stream):
+            together = _Together(engine, stream)
+            self.add(together.run)
+            self._together = together
+        return together.add(transfers, result, keep)
 
     def __exit__(
         self,

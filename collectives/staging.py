@@ -73,6 +73,8 @@ class StagedEngine(DeviceEngine):
     Raises UnsupportedError on all ranks, in words, where a GPU cannot be used.
     """
 
+    moves = False
+
     def __init__(
         self,
         bootstrap: Bootstrap,

@@ -630,6 +630,18 @@ PYBIND11_MODULE(_core, m) {
              return py::reinterpret_steal<py::object>(
                  make_device_call(std::move(comm), std::move(device)));
            })
+      // [(sends, peer, tag, dtype, address, count)], stream
+      .def("transfer",
+           [](DeviceCommunicator& device,
+              const std::vector<
+                  std::tuple<bool, int, std::uint32_t, int, std::uintptr_t, std::uint64_t>>& list,
+              std::uintptr_t stream) {
+             std::vector<DeviceTransfer> transfers;
+             for (const auto& [sends, peer, tag, dtype, address, count] : list)
+               transfers.push_back({sends, peer, tag, static_cast<Dtype>(dtype), address, count});
+             WithoutGil release;  // a launch can wait for room in the stream's queue
+             device.transfer(transfers, stream);
+           })
       .def("check", &DeviceCommunicator::check)
       .def("idle", &DeviceCommunicator::idle)
       // `kind`: as in name_of().

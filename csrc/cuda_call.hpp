@@ -34,7 +34,7 @@ enum class Leave : u32 {
   peer_died,  // this rank's host said so: a peer's process has ended
   differ      // this rank's host said so: the ranks are in different calls
 };
-enum class Phase : u32 { none, arrival, message, slot, packet };
+enum class Phase : u32 { none, arrival, message, slot, packet, envelope };
 
 // Written once by the first thread that gives up, in pinned host memory.
 struct Record {
@@ -43,8 +43,12 @@ struct Record {
   u32 phase;  // Phase
   std::int32_t peer, strand, step, round;
   u64 epoch, expected, seen, waited_ns;
-  u64 theirs[2];  // mismatch: the peer's count, and its call as `signature_word` packs it
+  // mismatch: the peer's count, and its call as `signature_word` packs it; of a transfer: what this
+  // rank expects and what came, as Envelope has it, with the counts in `expected` and `seen`
+  u64 theirs[2];
 };
+// In `epoch`: the rest of it numbers the transfers that this rank has put on streams.
+inline constexpr u64 kOfTransfers = 1ull << 63;
 struct Control {
   u32 abort;  // set by the host: the Leave of kernels that wait
   u32 pad[31];
@@ -86,13 +90,46 @@ struct alignas(128) FifoControl {
   u32 sent, received;  // mine, from call to call
 };
 
+// ---- sends and receives: between two ranks, in FIFOs of their own ------------------------------
+
+inline constexpr int kTransferStrands = 32;  // FIFOs from one rank to another: blocks of a transfer
+inline constexpr int kMaxTransfers = 64;     // of a kernel
+
+// What a transfer is: the sender's word, which the receiver compares with its own.
+struct Envelope {
+  u64 count;  // elements
+  // The tag; above it the dtype (8 bits), and how many transfers of this pair and direction came
+  // before (24 bits).
+  u64 word;
+};
+
+// Both ends of the FIFOs of one strand between this rank and one peer, in this rank's arena.
+struct alignas(128) TransferControl {
+  u32 filled[kDepth];         // written by the peer: number of the message in each slot, from 1
+  u32 released;               // written by the peer: my messages that it has taken out
+  u32 sent, received;         // mine, from call to call
+  Envelope envelope[kDepth];  // written by the peer: of the message in each slot, if it is a first
+};
+
+// Written by the peer that a message was for, which expected another.
+struct Refusal {
+  u32 valid;
+  Envelope sent, expected;
+};
+struct alignas(128) Pair {
+  u32 sent, received;  // transfers with the peer so far
+  Refusal refusal;     // of the last that was sent
+};
+
 // Where things lie in every arena.
 struct Geometry {
   int strands = 0;
   u32 slot_bytes = 0;
   u32 packet_units = 0;  // packets of 8 bytes of data, for each peer and parity
   u32 lines_each = 0;    // lines, for each peer and parity
-  u64 controls = 0, slots = 0, packets = 0, lines = 0, bytes = 0;
+  u64 controls = 0, slots = 0, packets = 0, lines = 0;
+  u64 pairs = 0, transfers = 0, mail = 0;  // of sends and receives; mail has slots like the others
+  u64 bytes = 0;
 };
 
 struct DeviceWorld {
@@ -221,12 +258,31 @@ struct ExchangeCall {
   u32 chunks;  // of a block, for the pair that has the most
 };
 
+struct PairTransfer {
+  unsigned char* memory;  // that is read, or written
+  u64 bytes, count;       // count: elements
+  u32 tag, dtype;
+  std::int32_t peer, strands;
+  std::int16_t ahead;   // transfers in this list before it with the same peer and direction
+  std::int16_t before;  // the last of these, or -1
+  bool sends;
+};
+
+struct TransferCall {
+  DeviceWorld world;
+  u64 number;  // of the first of these transfers, among those that the rank has put on streams
+  int count;
+  PairTransfer list[kMaxTransfers];
+};
+static_assert(sizeof(TransferCall) <= 4096, "what a kernel's parameters may take");
+
 // ---- kernels/*.cu: `stream` is a cudaStream_t; the result is a cudaError_t ---------------------
 
 int launch_plan(const PlanCall& call, int blocks, void* stream);
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
+int launch_transfer(const TransferCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
 // should be; `wrong` (device memory, one word a rank) says where it was not.
 int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* stream);
@@ -239,6 +295,7 @@ struct OneShotResidency {
 int one_shot_residency(OneShotResidency* blocks);
 int two_shot_residency(int* blocks);
 int exchange_residency(int* blocks);
+int transfer_residency(int* blocks);
 // Loads all kernels now; blocks that one multiprocessor holds at a time, of any kernel and of the
 // one-shot ones.
 int load_kernels(int* strands, OneShotResidency* one_shot);

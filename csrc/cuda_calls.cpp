@@ -175,6 +175,7 @@ void DeviceCommunicator::Impl::leave_mark(cudaStream_t used) {
   recorded = true;
   check_cuda(cudaEventRecord(last_event, used), "cudaEventRecord");
   calls->mark();
+  transfers->mark();
 }
 
 std::size_t PreparedHash::operator()(const PreparedKey& key) const {
@@ -210,15 +211,19 @@ Prepared& DeviceCommunicator::Impl::ready(const Call& call, const DeviceOptions&
   return prepared.emplace(key, prepare(call, options)).first->second;
 }
 
-void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& options,
-                                   cudaStream_t used) {
-  const std::lock_guard lock(run_mutex);
-  check(true);
+void DeviceCommunicator::Impl::check_stream(cudaStream_t used) const {
   if (config.sharing > 1 && (used == nullptr || used == cudaStreamLegacy))
     throw Error(ErrorKind::invalid,
                 "ranks that are threads and share a GPU need a stream each, and this call is on "
                 "the default stream, which they have in common: use `with "
                 "cupy.cuda.Stream(non_blocking=True):` or `with torch.cuda.stream(...)`");
+}
+
+void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& options,
+                                   cudaStream_t used) {
+  const std::lock_guard lock(run_mutex);
+  check(true);
+  check_stream(used);
   const OnDevice current(config.device);
   if (registered != 0 && options.algorithm == "direct_two_shot") forget_freed(call);
   Prepared& made = ready(call, options);

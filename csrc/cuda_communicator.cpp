@@ -93,7 +93,10 @@ void DeviceCommunicator::Impl::check(bool before_call) {
     raise(gave_up, why);
   } catch (const Error& error) {
     if (calls != nullptr && !reported.exchange(true)) {
-      calls->failed(gave_up ? control->record.epoch - kMeetings : 0);
+      const u64 number = gave_up ? control->record.epoch : 0;
+      const bool of_transfers = (number & kOfTransfers) != 0;
+      calls->failed(number != 0 && !of_transfers ? number - kMeetings : 0);
+      transfers->failed(of_transfers ? number & ~kOfTransfers : 0);
       recorder->report(name_of(error.kind()), error.what(), error.peer());
     }
     throw;
@@ -104,7 +107,9 @@ void DeviceCommunicator::Impl::raise(bool gave_up, Leave why) {
   std::atomic_thread_fence(std::memory_order_acquire);
   std::lock_guard lock(reason_mutex);
   if (gave_up)
-    raise_record(control->record, config.rank, last_signature.describe(), {abort_reason, dead});
+    raise_record(
+        control->record, config.rank, last_signature.describe(),
+        {abort_reason, dead, cause_of(control->record) == Leave::mismatch ? refused() : ""});
   throw Error(why == Leave::peer_died ? ErrorKind::peer_died
               : why == Leave::differ  ? ErrorKind::mismatch
                                       : ErrorKind::aborted,
@@ -280,6 +285,7 @@ void DeviceCommunicator::meet() {
 
 void DeviceCommunicator::record_to(std::shared_ptr<Recorder> recorder) {
   impl_->calls = &recorder->gpu();
+  impl_->transfers = &recorder->gpu_transfers();
   impl_->recorder = std::move(recorder);
 }
 
@@ -304,16 +310,18 @@ bool DeviceCommunicator::idle() {
   if (!m.recorded) return true;
   const OnDevice current(m.config.device);
   const WhileCapturing relaxed;
-  const std::uint64_t behind = m.calls->marked();
+  const std::uint64_t behind = m.calls->marked(), moved = m.transfers->marked();
   const cudaError_t state = cudaEventQuery(m.last_event);
   if (state == cudaErrorNotReady) {
     cudaGetLastError();
     m.calls->not_done(behind);
+    m.transfers->not_done(moved);
     return false;
   }
   check_cuda(state, "a kernel");
   m.check(false);
   m.calls->done(behind);
+  m.transfers->done(moved);
   return true;
 }
 

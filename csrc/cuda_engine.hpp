@@ -1,6 +1,6 @@
 // What a rank's end of the GPU engine consists of. Its functions are in cuda_communicator.cpp
-// (set-up, errors), cuda_calls.cpp (calls), cuda_symmetric.cpp and cuda_registered.cpp (what peers
-// map).
+// (set-up, errors), cuda_calls.cpp (calls), cuda_transfers.cpp (sends and receives),
+// cuda_symmetric.cpp and cuda_registered.cpp (what peers map).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -85,6 +85,13 @@ struct DeviceCommunicator::Impl {
   ~Impl();
 
   void run(const Call& call, const DeviceOptions& options, cudaStream_t stream);
+  void transfer(const std::vector<DeviceTransfer>& list, cudaStream_t stream);
+  device::PairTransfer prepare_transfer(const DeviceTransfer& one) const;
+  void check_own(const std::vector<DeviceTransfer>& list) const;
+  // What the receiver of a message of this rank did not expect, in words; "" if there is none.
+  std::string refused();
+  // Throws if ranks that share a GPU would share this stream too.
+  void check_stream(cudaStream_t stream) const;
   void close();
   void abort(const std::string& reason, ErrorKind kind);
   void died(int rank, pid_t process);
@@ -152,6 +159,7 @@ struct DeviceCommunicator::Impl {
   bool closed = false;
   std::shared_ptr<Recorder> recorder;
   GpuCalls* calls = nullptr;                    // the recorder's
+  GpuCalls* transfers = nullptr;                // its sends and receives
   std::unique_ptr<device::ProcessWatch> watch;  // of the ranks that are other processes
 };
 

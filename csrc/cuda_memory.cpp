@@ -67,7 +67,10 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   // Of the links, NVLink alone keeps lines whole.
   g.lines_each = home == Home::device ? lines / (kLineUnits * 8) + 1 : 0;
   g.lines = g.packets + u64(2) * nranks * g.packet_units * 16;
-  g.bytes = g.lines + u64(2) * nranks * g.lines_each * 128;
+  g.pairs = aligned(g.lines + u64(2) * nranks * g.lines_each * 128);
+  g.transfers = g.pairs + aligned(sizeof(Pair) * nranks);
+  g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * kTransferStrands);
+  g.bytes = g.mail + u64(nranks) * kTransferStrands * kDepth * g.slot_bytes;
   return g;
 }
 

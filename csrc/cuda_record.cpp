@@ -10,11 +10,41 @@ Leave cause_of(const Record& record) {
   return leave == Leave::peer_left ? static_cast<Leave>(record.seen) : leave;
 }
 
+namespace {
+
+std::string describe(const Envelope& envelope) {
+  const auto dtype = static_cast<Dtype>(envelope.word >> 32 & 0xff);
+  return std::to_string(envelope.count) + " x " + std::string{name_of(dtype)} + " with tag " +
+         std::to_string(envelope.word & 0xffffffff) + " (message no. " +
+         std::to_string((envelope.word >> 40) + 1) + " between them)";
+}
+
+}  // namespace
+
+std::string describe_refusal(int sender, int receiver, const Envelope& sent,
+                             const Envelope& expected) {
+  return "rank " + std::to_string(sender) + " sent rank " + std::to_string(receiver) + " " +
+         describe(sent) + ", and rank " + std::to_string(receiver) + " expected " +
+         describe(expected) +
+         ". On the GPU the messages of two ranks are received in the order in which they were "
+         "sent, whatever their tags. Nothing of it was written; the communicator cannot be used "
+         "further on the GPU";
+}
+
 void raise_record(const Record& r, int rank, const std::string& last_call, const Told& told) {
   const auto leave = static_cast<Leave>(r.leave);
   std::string text = "on the GPU, in call " + std::to_string(r.epoch - kMeetings) + " of rank " +
                      std::to_string(rank) + " (the last was " + last_call + "): ";
   const std::string peer = "rank " + std::to_string(r.peer);
+  const bool of_transfers = (r.epoch & kOfTransfers) != 0;
+  if (of_transfers)
+    text = "on the GPU, in a send or recv of rank " + std::to_string(rank) + " (no. " +
+           std::to_string(r.epoch & ~kOfTransfers) + " of its own): ";
+  if (leave == Leave::mismatch && of_transfers)
+    throw Error(
+        ErrorKind::mismatch,
+        text + describe_refusal(r.peer, rank, {r.seen, r.theirs[1]}, {r.expected, r.theirs[0]}),
+        r.peer);
   if (leave == Leave::mismatch) {
     const u64 word = r.theirs[1];
     Signature his;
@@ -43,6 +73,7 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
     case Phase::packet:
       where = "packets from " + peer;
       break;
+    case Phase::envelope:
     case Phase::none:
       where = peer;
       break;
@@ -58,8 +89,13 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
       throw Error(ErrorKind::deadline,
                   text + "waited " + std::to_string(r.waited_ns / 1000000) + " ms" + " for " +
                       where +
-                      ". It died, is late, calls with arrays on the host, or has captured the "
-                      "call into a graph and not launched that",
+                      (of_transfers
+                           ? ". It died, is late, sends or receives arrays on the host, or waits "
+                             "for this rank in a call before; sends and receives of a stream go in "
+                             "its order: put those that must go on together into one sendrecv, "
+                             "`with comm.group()` or torch's batch_isend_irecv"
+                           : ". It died, is late, calls with arrays on the host, or has captured "
+                             "the call into a graph and not launched that"),
                   r.peer);
     case Leave::peer_left: {
       const auto his = static_cast<Leave>(r.seen);
@@ -67,7 +103,9 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
       switch (his) {
         case Leave::mismatch:
         case Leave::differ:
-          throw Error(ErrorKind::mismatch, text + "the ranks are in different calls");
+          throw Error(
+              ErrorKind::mismatch,
+              text + (told.refused.empty() ? "the ranks are in different calls" : told.refused));
         case Leave::aborted:
           throw Error(ErrorKind::aborted, text + "it was aborted");
         case Leave::peer_died:

@@ -12,11 +12,16 @@ Leave cause_of(const Record& record);
 // Kernels that ran before a rank's first call: the ranks' first meeting.
 inline constexpr u64 kMeetings = 1;
 
-// Why this rank's host ended its kernels, and the rank that died, if that is why.
+// Why this rank's host ended its kernels, and the rank that died, if that is why. What else is
+// known.
 struct Told {
   const std::string& reason;
   int dead;
+  std::string refused;  // by the receiver of a message, in words
 };
+// What a rank sent, and what its receiver expected.
+std::string describe_refusal(int sender, int receiver, const Envelope& sent,
+                             const Envelope& expected);
 // `last_call`: the call that this rank made last, in words.
 [[noreturn]] void raise_record(const Record& record, int rank, const std::string& last_call,
                                const Told& told);

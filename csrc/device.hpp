@@ -53,6 +53,16 @@ struct DeviceOptions {
   bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
 };
 
+// A send, or a receive.
+struct DeviceTransfer {
+  bool sends = false;
+  int peer = 0;
+  std::uint32_t tag = 0;
+  Dtype dtype = Dtype::uint8;
+  std::uintptr_t address = 0;
+  std::uint64_t count = 0;
+};
+
 class DeviceCommunicator {
  public:
   explicit DeviceCommunicator(const DeviceConfig& config);
@@ -100,6 +110,9 @@ class DeviceCommunicator {
 
   // Puts the call on `stream` (a cudaStream_t) and returns. Throws what an earlier call found.
   void run(const Call& call, const DeviceOptions& options, std::uintptr_t stream);
+  // The same for sends and receives, which go on together; those of the same two ranks and
+  // direction keep their order. Not collective.
+  void transfer(const std::vector<DeviceTransfer>& list, std::uintptr_t stream);
   // Throws if a kernel gave up.
   void check();
   // True when all calls so far have ended; throws as check() does.

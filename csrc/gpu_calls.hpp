@@ -22,16 +22,23 @@ class GpuCalls {
   // A call is about to be put on a stream, or captured into a graph. One thread at a time.
   CallRecord* begin(const Call& call, std::uint64_t count, int algorithm, Order order,
                     bool captured) {
-    constexpr auto plain = std::memory_order_relaxed;
-    const std::uint64_t sequence = begun_.load(plain) + 1;
-    begun_.store(sequence, plain);
-    CallRecord& r = calls_[sequence % kRecords];
-    r.describe(call, count, algorithm, order);
-    r.state.store(captured ? CallState::captured : CallState::entered, plain);
-    if (captured) captures_.store(true, plain);
-    r.sequence.store(sequence, std::memory_order_release);
-    return &r;
+    CallRecord* const r = next(captured);
+    r->describe(call, count, algorithm, order);
+    publish(r, captured);
+    return r;
   }
+  // The same for a send or a receive, of a kind as Recorder has them.
+  CallRecord* begin_transfer(std::uint8_t kind, const Call& call, std::uint32_t tag,
+                             bool captured) {
+    CallRecord* const r = next(captured);
+    r->describe(call, call.count, -1, Order::any);
+    r->collective.store(kind, std::memory_order_relaxed);
+    r->tag.store(tag, std::memory_order_relaxed);
+    publish(r, captured);
+    return r;
+  }
+  // How many so far.
+  std::uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
   // The event that the rank looks at is now behind every call so far. One thread at a time.
   void mark() { marked_.store(begun_.load(std::memory_order_relaxed), std::memory_order_release); }
 
@@ -72,6 +79,17 @@ class GpuCalls {
   std::uint64_t waits_since() const { return since_.load(std::memory_order_relaxed); }
 
  private:
+  CallRecord* next(bool captured) {
+    constexpr auto plain = std::memory_order_relaxed;
+    begun_.store(begun() + 1, plain);
+    if (captured) captures_.store(true, plain);
+    return &calls_[begun() % kRecords];
+  }
+  void publish(CallRecord* r, bool captured) {
+    r->state.store(captured ? CallState::captured : CallState::entered, std::memory_order_relaxed);
+    r->sequence.store(begun(), std::memory_order_release);
+  }
+
   std::array<CallRecord, kRecords> calls_{};
   std::atomic<std::uint64_t> begun_{0}, marked_{0}, done_{0}, failed_{0}, waits_for_{0}, since_{0};
   std::atomic<bool> captures_{false}, broken_{false};

@@ -44,6 +44,7 @@ void DeviceCommunicator::open_array(std::uint64_t, std::uint64_t, const std::vec
   refuse();
 }
 void DeviceCommunicator::run(const Call&, const DeviceOptions&, std::uintptr_t) { refuse(); }
+void DeviceCommunicator::transfer(const std::vector<DeviceTransfer>&, std::uintptr_t) { refuse(); }
 void DeviceCommunicator::check() { refuse(); }
 bool DeviceCommunicator::idle() { refuse(); }
 void DeviceCommunicator::abort(const std::string&, ErrorKind) { refuse(); }

@@ -234,6 +234,12 @@ GpuCalls& Recorder::gpu() {
   return *gpu_;
 }
 
+GpuCalls& Recorder::gpu_transfers() {
+  const std::lock_guard lock(mutex_);
+  if (gpu_transfers_ == nullptr) gpu_transfers_ = std::make_unique<GpuCalls>();
+  return *gpu_transfers_;
+}
+
 int Recorder::gpu_algorithm(const std::string& name) {
   if (name.empty()) return -1;  // a barrier
   const std::lock_guard lock(mutex_);
@@ -333,6 +339,8 @@ std::string Recorder::json() const {
       o.raw("gpu_waiting", w.done());
     }
   }
+  if (gpu_transfers_ != nullptr && gpu_transfers_->begun() != 0)
+    o.raw("gpu_transfers", records(gpu_transfers_->calls(), {}, gpu_transfers_.get()));
   return o.done();
 }
 

@@ -71,8 +71,10 @@ class Recorder {
                        std::uint32_t tag);
   static void end_transfer(CallRecord* record, CallState state);
 
-  // The ring of calls on GPU arrays; made when first asked for.
+  // The rings of calls on GPU arrays, and of sends and receives of these; made when first asked
+  // for.
   GpuCalls& gpu();
+  GpuCalls& gpu_transfers();
   // The number of an algorithm's name in that ring.
   int gpu_algorithm(const std::string& name);
 
@@ -133,7 +135,7 @@ class Recorder {
   mutable std::mutex mutex_;  // of what follows
   Waiting waiting_;
   std::vector<std::string> algorithms_, gpu_algorithms_;
-  std::unique_ptr<GpuCalls> gpu_;
+  std::unique_ptr<GpuCalls> gpu_, gpu_transfers_;
   std::string error_kind_, error_text_;
   int error_peer_ = -1;
   double error_time_ = 0;

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives import _core, array, calls, device
+from collectives import _core, array, calls, device, point_to_point
 from collectives.array import View, stream_of
 from collectives.array import device as device_arrays
 from collectives.errors import ArrayTypeError
@@ -121,11 +121,14 @@ class Array:
 class Engine:
     """Notes what the GPU engine would be told."""
 
-    def __init__(self, bootstrap, host, nodes, device, max_blocks=0, path="auto"):
+    def __init__(self, bootstrap, host, nodes, device, max_blocks=0, path="auto", by_host=False):
         self.host, self.device, self.max_blocks = host, device, max_blocks
         self.place = f"cuda:{device}"
         self.core = SimpleNamespace(close=lambda: None, abort=lambda reason, kind="aborted": None)
-        self.calls, self.waits = [], 0
+        self.calls, self.waits, self.moved = [], 0, []
+
+    def transfer(self, transfers, stream):
+        self.moved.append((transfers, stream))
 
     def run(self, arguments, algorithm, stream, *more):
         self.calls.append((_core.collectives[arguments[0]], algorithm, stream))
@@ -369,6 +372,32 @@ def test_a_jax_array_on_a_gpu_is_read_and_a_new_one_comes_back(on_gpu, monkeypat
     assert x.waited >= 1, "the value is there before the call"
     assert waits == 1, "and the result before it is handed out"
     assert (still, stream) == (1, 21) and isinstance(work, cc.Work)
+
+
+@pytest.mark.jax
+def test_jax_arrays_on_a_gpu_are_sent_and_received(on_gpu, monkeypatch):
+    """What says what comes is not written; the new array is handed out when it is there."""
+    jnp = on_gpu.numpy
+    monkeypatch.setattr(point_to_point, "view", lambda x, **more: array.view(x, gpu=True, **more))
+    x = JaxOnGpu(jnp.arange(6, dtype="float32").reshape(2, 3))
+
+    def body(comm):
+        comm.send(x, 0, 3)
+        got = comm.recv(x, 0, 3)
+        waits = comm._device.waits
+        both = comm.sendrecv(x, 0, x, 0, stream=21)
+        return got, both, waits, comm._device.moved
+
+    got, both, waits, moved = alone(body)
+    for new in (got, both):
+        assert isinstance(new, on_gpu.Array) and new.dtype == x.dtype and new.shape == (2, 3)
+    assert waits == 2, "for the send, since nobody knows when x is dropped, and for the result"
+    float32, mine = list(_core.dtypes).index("float32"), x.unsafe_buffer_pointer()
+    assert moved[0] == ([(True, 0, 3, float32, mine, 6)], 0)
+    (received,), _ = moved[1]
+    assert received[:4] == (False, 0, 3, float32) and received[4] != mine
+    (back, sent), stream = moved[2]
+    assert (back[0], sent[0], sent[4], stream) == (False, True, mine, 21)
 
 
 @pytest.mark.jax

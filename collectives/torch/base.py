@@ -18,6 +18,7 @@ from ..array.torch_streams import current_stream
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
+from .moving import Moving
 from .streams import SideStreams, StreamWork
 from .tensors import Call
 from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
@@ -56,6 +57,7 @@ class BaseGroup(dist.ProcessGroup):
         self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
         self._moving: list[tuple[Any, Any]] = []  # sends and receives, and what they need
+        self._on_gpu = Moving()
         self._closed = False
         _groups.add(self)
 

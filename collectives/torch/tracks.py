@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,11 @@ from ..communicator import Communicator
 from ..device import DeviceEngine
 from ..errors import AbortedError, CollectiveError, DeadlineError
 from ..schedule import is_written
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..device import Transfer
 
 # ---- keys ----------------------------------------------------------------------------------------
 
@@ -209,6 +214,11 @@ class MainTrack:
             )  # fmt: skip
             engine.run_known(known, stream.handle, numbers)
         return True
+
+    def transfer(self, transfers: list[Transfer], device: torch.device, stream: int) -> None:
+        """Puts sends and receives on device memory on `stream`."""
+        with self._lock:
+            self.comm._engine(str(device)).transfer(transfers, stream)
 
     def submit(self, step: Step, keep: Any) -> tuple[Any, int]:
         """A handle with done(), wait(seconds) and raise_error(), and the number of the call. `keep`

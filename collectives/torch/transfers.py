@@ -7,7 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import UnsupportedError
 from .base import BaseGroup
+from .moving import MovedWork
 from .tensors import Call, Tensor, dense, moved
 from .work import TransferHandle, TransferWork
 
@@ -15,26 +17,50 @@ ANY = -1
 
 
 class Transfers(BaseGroup):
-    """They are matched by rank and tag, so it does not matter which thread makes them, nor when."""
+    """On the host they are matched by rank and tag, so it does not matter which thread makes them,
+    nor when.
+
+    CUDA tensors go from GPU to GPU where the ranks' GPU engine is set up, which the first
+    collective on CUDA tensors does: on the group's side stream, matched in order (see
+    `PointToPoint`). Else, between nodes, and from then on if one of the ranks has sent or received
+    CUDA tensors before that, they go by way of the host.
+    """
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        tensor = _one(tensors)
+        tensor, peer, tag = _one(tensors), self._peer(dst), self._tag(tag)
+        if self._from_gpu(tensor):
+            call = Call(tensor)
+            return self._move(True, peer, tag, call, call.source(tensor), tensor)
         held = dense(tensor if tensor.is_cpu else tensor.detach().cpu())
         number, _ = moved(held)
         posted = self._main.comm._core.post_send(
-            self._peer(dst), self._tag(tag), number, held.data_ptr(), held.nbytes, True
+            peer, tag, number, held.data_ptr(), held.nbytes, True
         )
         return self._under_way(posted, [tensor], None, (tensors, held))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
-        return self._recv(tensors, self._peer(src), tag)
+        tensor, peer, tag = _one(tensors), self._peer(src), self._tag(tag)
+        if self._from_gpu(tensor):
+            call = Call(tensor)
+            return self._move(False, peer, tag, call, call.target(tensor), tensor)
+        return self._recv(tensor, peer, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        """Takes the first message with the tag from any rank; `source_rank` says whose it was."""
-        return self._recv(tensors, ANY, tag)
+        """Takes the first message with the tag from any rank; `source_rank` says whose it was.
 
-    def _recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
-        tensor = _one(tensors)
+        Always by way of the host. Raises UnsupportedError for a CUDA tensor where those go from GPU
+        to GPU, since what is sent that way would not come here.
+        """
+        tensor, tag = _one(tensors), self._tag(tag)
+        if self._from_gpu(tensor):
+            raise UnsupportedError(
+                "recv from any rank into a CUDA tensor: CUDA tensors go from GPU to GPU here, "
+                "where a receive is for one rank; name the rank, or send and receive CPU tensors",
+                rank=self._rank,
+            )
+        return self._recv(tensor, ANY, tag)
+
+    def _recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         landing = tensor if tensor.is_cpu else tensor.detach().cpu()
         call = Call(landing)
         held = call.target(landing)
@@ -42,9 +68,31 @@ class Transfers(BaseGroup):
             call.after.append(lambda: tensor.detach().copy_(landing))
         number, _ = moved(held)
         posted = self._main.comm._core.post_recv(
-            peer, self._tag(tag), number, held.data_ptr(), held.nbytes, True
+            peer, tag, number, held.data_ptr(), held.nbytes, True
         )
-        return self._under_way(posted, [tensor], call.finish, (tensors, held, landing))
+        return self._under_way(posted, [tensor], call.finish, (tensor, held, landing))
+
+    def _from_gpu(self, tensor: Tensor) -> bool:
+        """Does it go from GPU to GPU? If it does not, though it is there, the ranks hear of that
+        when they set their engines up.
+        """
+        if not tensor.is_cuda:
+            return False
+        comm = self._main.comm
+        if comm._device is not None and comm._device.moves:
+            return True
+        comm._moved_by_host = True
+        return False
+
+    def _move(
+        self, sends: bool, peer: int, tag: int, call: Call, held: Tensor, tensor: Tensor
+    ) -> dist.Work:
+        number, times = moved(held)
+        work = MovedWork([tensor], call.device, peer)
+        transfer = (sends, peer, tag, number, held.data_ptr(), held.numel() * times)
+        if self._on_gpu.add(transfer, work, call.finish, call.keep):
+            self._on_gpu.go(self._main, self._sides, call.device)
+        return self._note(work)
 
     def _under_way(self, posted: Any, outputs: Any, finish: Any, keep: Any) -> dist.Work:
         handle = TransferHandle(self._main.comm._core, posted)

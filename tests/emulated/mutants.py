@@ -23,6 +23,7 @@ class Mutant(NamedTuple):
     before: str
     after: str
     tests: str
+    module: str = "test_direct.py"
 
 
 MUTANTS = (
@@ -69,6 +70,36 @@ MUTANTS = (
         "if (u32(word >> 32) != u32(epoch) || u32(word) == head.hash) return false;",
         "return false;", "test_symmetric_buffers or test_pairs",
     ),
+    Mutant(
+        "a receive that does not wait for its message", "transfer.cu",
+        "ready = seen == next_ + 1;", "ready = true;", "test_every_size or test_hurried",
+        "test_point_to_point.py",
+    ),
+    Mutant(
+        "a send over messages that were not taken", "transfer.cu",
+        "ready = next_ - seen < u32(kDepth);", "ready = true;", "test_larger_than_what_fits",
+        "test_point_to_point.py",
+    ),
+    Mutant(
+        "a message of a transfer told before its block has written it", "transfer.cu",
+        "__syncthreads();  // the message is written", "// the message is written",
+        "test_larger_than_what_fits", "test_point_to_point.py",
+    ),
+    Mutant(
+        "transfers that do not look at each other's envelope", "transfer.cu",
+        "(t.sends || !first_ || agrees(t, own))", "true", "test_mismatches",
+        "test_point_to_point.py",
+    ),
+    Mutant(
+        "transfers of a pair that do not wait for those before them", "transfer.cu",
+        "if (t.before >= 0 && shared_.left[t.before] != 0) return Shared::kNotYet;", "",
+        "test_a_group", "test_point_to_point.py",
+    ),
+    Mutant(
+        "transfers that the pair does not count", "transfer.cu",
+        "(t.sends ? pair.sent : pair.received) += 1;", "(void)pair;", "test_mismatches",
+        "test_point_to_point.py",
+    ),
 )  # fmt: skip
 
 
@@ -89,7 +120,7 @@ def survives(mutant: Mutant, directory: Path, kernels: Path) -> bool:
         build(directory)
         done = subprocess.run(
             [sys.executable, str(ROOT / "tests/emulated/run.py"), str(directory), "-q", "-x",
-             "-p", "no:cacheprovider", "tests/gpu/test_direct.py", "-k", mutant.tests],
+             "-p", "no:cacheprovider", f"tests/gpu/{mutant.module}", "-k", mutant.tests],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
         )  # fmt: skip
     finally:

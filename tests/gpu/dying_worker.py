@@ -1,5 +1,6 @@
 """Ranks that are processes, of which the last is killed: `dying_worker.py GPUS ALGORITHM`. The
-others write what they raise and how long after; then they still use their GPUs.
+others, in an all_reduce, or with "recv" as algorithm in a receive from it, write what they raise
+and how long after; then they still use their GPUs.
 """
 
 import os
@@ -19,7 +20,8 @@ def main() -> None:
     comm = cc.init(timeout=60)
     proxy = OnDevice(comm, comm.rank % int(sys.argv[1]))
     x = np.ones(20_000, np.float32)
-    assert proxy.all_reduce(x, algorithm=sys.argv[2])[0] == comm.size
+    algorithm = None if sys.argv[2] == "recv" else sys.argv[2]
+    assert proxy.all_reduce(x, algorithm=algorithm)[0] == comm.size
     comm.barrier()
     if comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -27,7 +29,10 @@ def main() -> None:
     array = cupy.ndarray((20_000,), cupy.float32, cupy.cuda.MemoryPointer(proxy.memory.mem, 0))
     try:
         with proxy.stream:
-            comm.all_reduce(array, algorithm=sys.argv[2])
+            if sys.argv[2] == "recv":
+                comm.recv(array, comm.size - 1)
+            else:
+                comm.all_reduce(array, algorithm=algorithm)
         comm.synchronize()
     except cc.CollectiveError as error:
         seconds = time.monotonic() - began

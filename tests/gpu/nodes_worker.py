@@ -151,6 +151,7 @@ def errors(proxy: OnDevice) -> None:
         raises(cc.UnsupportedError, "band", lambda: comm.all_reduce(x, op="band"))
         raises(cc.UnsupportedError, "several nodes", lambda: comm.empty(8, device="cuda"))
         raises(cc.UnsupportedError, "", lambda: comm.all_reduce(x, algorithm="bruck"))
+        raises(cc.UnsupportedError, "works within a node", lambda: comm.send(x, 0))
         comm.all_reduce(x)
         comm.synchronize()
         before = np.full(5000, 7, np.float32)

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 CHECKS = (
     "every_reduction",
     "every_movement",
+    "sends_and_receives",
     "calls_follow_the_current_stream",
     "waiting_does_not_block_the_host",
     "memory_lives_until_the_call_has_ended",

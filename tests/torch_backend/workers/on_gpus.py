@@ -112,6 +112,55 @@ def every_movement() -> None:
     dist.barrier()
 
 
+@check
+def sends_and_receives() -> None:
+    """Of any dtype, not contiguous, in batches that go both ways, larger than what fits between two
+    ranks; as a part of what is on the stream.
+    """
+    dist.all_reduce(torch.ones(1, device=DEVICE))
+    to, source = (RANK + 1) % N, (RANK - 1) % N
+    if N == 1:
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool):
+        every = ranks_of(dtype, 6)
+        x, out = every[RANK].view(2, 3).t(), torch.zeros(2, 3, dtype=dtype, device=DEVICE).t()
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x.contiguous(), to), dist.P2POp(dist.irecv, out, source)]
+        )
+        assert len(works) == 2
+        for work in works:
+            work.wait()
+        same(out, every[source].view(2, 3).t())
+    count = 10 << 20
+    x = torch.zeros(count, dtype=torch.uint8, device=DEVICE)
+    outs = [torch.zeros_like(x) for _ in range(2)]
+    for turn in range(3):
+        x.fill_(RANK * 10 + turn)
+        ops = [dist.P2POp(dist.isend, x, to, tag=t) for t in range(2)]
+        ops += [dist.P2POp(dist.irecv, out, source, tag=t) for t, out in enumerate(outs)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        for out in outs:
+            same(out[::100_003], torch.full_like(out[::100_003], source * 10 + turn))
+    if RANK == 0:
+        dist.send(x, 1)
+        works = [dist.isend(x[:99] + t, 1, tag=t) for t in range(3)]
+    elif RANK == 1:
+        dist.recv(outs[0], 0)
+        parts = [torch.zeros(99, dtype=torch.uint8, device=DEVICE) for _ in range(3)]
+        works = [dist.irecv(p, 0, tag=t) for t, p in enumerate(parts)]
+    else:
+        works = []
+    for work in works:
+        work.wait()
+    if RANK == 1:
+        same(outs[0][::100_003], torch.full_like(outs[0][::100_003], 2))
+        for t, p in enumerate(parts):
+            same(p, torch.full_like(p, 2 + t))
+    group = dist.group.WORLD
+    assert KIND == "cpu" or group._main.comm._device.moves
+
+
 @on_gpu
 def calls_follow_the_current_stream() -> None:
     every = ranks_of(count=1 << 16)
