@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .. import _core
 from ..array import Stream
-from ..array.torch_streams import current_stream
+from ..array.torch_streams import current_stream, with_stream
 from .futures import Future
 from .work import NO_TIMEOUT, for_future
 
@@ -64,8 +64,7 @@ class SideStreams:
         side.core.begin(current_stream(device.index))
         put_on(side.for_calls)
         if finish is not None:
-            with torch.cuda.stream(side.stream):
-                finish()
+            with_stream(side.stream, finish)
         ended = side.core.end()
         for tensor in _tensors([used, outputs]):
             tensor.record_stream(side.stream)
@@ -136,7 +135,6 @@ class StreamWork(dist.Work):
         who waits for it, wait for the stream that is current where it is completed.
         """
         if self._future is None:
-            self._future = Future(0, [self._device])
-            with torch.cuda.stream(self._stream):
-                self._future.set_result(for_future(self._outputs))
+            future = self._future = Future(0, [self._device])
+            with_stream(self._stream, lambda: future.set_result(for_future(self._outputs)))
         return self._future
