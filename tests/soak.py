@@ -99,7 +99,7 @@ def draw_case(rng: random.Random, comm: cc.Communicator, pairs: list[tuple[str, 
         how=rng.choice(["blocking", "blocking", "async", "group"]),
         v=collective in cases.VARIANTS
         and rng.random() < 0.3
-        and not cases.forwards(algorithm, collective, comm.size),
+        and not cases.forwards(algorithm, collective, comm.size, comm.nodes),
         seed=rng.randrange(1 << 30),
         data="random" if order == "rank" else "exact",
     )
