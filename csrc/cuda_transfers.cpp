@@ -97,6 +97,9 @@ void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
 }
 
 std::string DeviceCommunicator::Impl::refused() {
+  const Record& record = control->record;
+  if (static_cast<Leave>(record.leave) != Leave::peer_left || cause_of(record) != Leave::mismatch)
+    return "";
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
   std::vector<Pair> pairs(static_cast<std::size_t>(config.nranks));
