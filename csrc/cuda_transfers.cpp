@@ -41,7 +41,7 @@ void DeviceCommunicator::Impl::check_own(const std::vector<DeviceTransfer>& list
   for (const DeviceTransfer& one : list) {
     if (received || !one.sends || one.peer != config.rank) continue;
     const PairTransfer t = prepare_transfer(one);
-    const u64 room = u64{world.geometry.slot_bytes} * kDepth * static_cast<u64>(t.strands);
+    const u64 room = u64{world.geometry.slot_bytes} * kTransferDepth * static_cast<u64>(t.strands);
     if (t.bytes > room)
       throw Error(ErrorKind::unsupported,
                   "rank " + std::to_string(config.rank) + " sends itself " +
