@@ -93,6 +93,7 @@ struct alignas(128) FifoControl {
 // ---- sends and receives: between two ranks, in FIFOs of their own ------------------------------
 
 inline constexpr int kTransferStrands = 32;  // FIFOs from one rank to another: blocks of a transfer
+inline constexpr int kTransferDepth = 8;     // slots of each: small messages that need no receiver
 inline constexpr int kMaxTransfers = 64;     // of a kernel
 
 // What a transfer is: the sender's word, which the receiver compares with its own.
@@ -105,10 +106,11 @@ struct Envelope {
 
 // Both ends of the FIFOs of one strand between this rank and one peer, in this rank's arena.
 struct alignas(128) TransferControl {
-  u32 filled[kDepth];         // written by the peer: number of the message in each slot, from 1
-  u32 released;               // written by the peer: my messages that it has taken out
-  u32 sent, received;         // mine, from call to call
-  Envelope envelope[kDepth];  // written by the peer: of the message in each slot, if it is a first
+  u32 filled[kTransferDepth];  // written by the peer: number of the message in each slot, from 1
+  u32 released;                // written by the peer: my messages that it has taken out
+  u32 sent, received;          // mine, from call to call
+  Envelope envelope[kTransferDepth];  // written by the peer: of the message in each slot, if it is
+                                      // a first
 };
 
 // Written by the peer that a message was for, which expected another.

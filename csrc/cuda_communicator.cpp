@@ -107,9 +107,8 @@ void DeviceCommunicator::Impl::raise(bool gave_up, Leave why) {
   std::atomic_thread_fence(std::memory_order_acquire);
   std::lock_guard lock(reason_mutex);
   if (gave_up)
-    raise_record(
-        control->record, config.rank, last_signature.describe(),
-        {abort_reason, dead, cause_of(control->record) == Leave::mismatch ? refused() : ""});
+    raise_record(control->record, config.rank, last_signature.describe(),
+                 {abort_reason, dead, refused()});
   throw Error(why == Leave::peer_died ? ErrorKind::peer_died
               : why == Leave::differ  ? ErrorKind::mismatch
                                       : ErrorKind::aborted,

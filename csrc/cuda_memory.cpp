@@ -70,7 +70,7 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   g.pairs = aligned(g.lines + u64(2) * nranks * g.lines_each * 128);
   g.transfers = g.pairs + aligned(sizeof(Pair) * nranks);
   g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * kTransferStrands);
-  g.bytes = g.mail + u64(nranks) * kTransferStrands * kDepth * g.slot_bytes;
+  g.bytes = g.mail + u64(nranks) * kTransferStrands * kTransferDepth * g.slot_bytes;
   return g;
 }
 

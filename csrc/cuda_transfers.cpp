@@ -41,7 +41,7 @@ void DeviceCommunicator::Impl::check_own(const std::vector<DeviceTransfer>& list
   for (const DeviceTransfer& one : list) {
     if (received || !one.sends || one.peer != config.rank) continue;
     const PairTransfer t = prepare_transfer(one);
-    const u64 room = u64{world.geometry.slot_bytes} * kDepth * static_cast<u64>(t.strands);
+    const u64 room = u64{world.geometry.slot_bytes} * kTransferDepth * static_cast<u64>(t.strands);
     if (t.bytes > room)
       throw Error(ErrorKind::unsupported,
                   "rank " + std::to_string(config.rank) + " sends itself " +
@@ -97,6 +97,9 @@ void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
 }
 
 std::string DeviceCommunicator::Impl::refused() {
+  const Record& record = control->record;
+  if (static_cast<Leave>(record.leave) != Leave::peer_left || cause_of(record) != Leave::mismatch)
+    return "";
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
   std::vector<Pair> pairs(static_cast<std::size_t>(config.nranks));

@@ -330,17 +330,22 @@ std::string Recorder::json() const {
     o.raw("error", e.done());
   }
   o.raw("calls", records(calls_, algorithms_)).raw("transfers", records(transfers_, {}));
+  const auto waiting = [&o](const char* name, const GpuCalls& calls) {
+    const std::uint64_t call = calls.waits_for();
+    if (call == 0) return;
+    Object w;
+    w.count("sequence", call).seconds("since", Clock().of(calls.waits_since()));
+    o.raw(name, w.done());
+  };
   if (gpu_ != nullptr) {
     o.raw("gpu_calls", records(gpu_->calls(), gpu_algorithms_, gpu_.get()));
     if (gpu_->broken()) o.raw("gpu_broken", "true");
-    if (const std::uint64_t call = gpu_->waits_for(); call != 0) {
-      Object w;
-      w.count("sequence", call).seconds("since", Clock().of(gpu_->waits_since()));
-      o.raw("gpu_waiting", w.done());
-    }
+    waiting("gpu_waiting", *gpu_);
   }
-  if (gpu_transfers_ != nullptr && gpu_transfers_->begun() != 0)
+  if (gpu_transfers_ != nullptr && gpu_transfers_->begun() != 0) {
     o.raw("gpu_transfers", records(gpu_transfers_->calls(), {}, gpu_transfers_.get()));
+    waiting("gpu_transfers_waiting", *gpu_transfers_);
+  }
   return o.done();
 }
 

@@ -7,7 +7,7 @@
 //
 // No transfer of the list waits for another one, but for those before it between the same two ranks
 // in the same direction, which keep their order. A send ends when its last message lies in the
-// receiver's FIFO: what fits in there (kDepth slots for each block) needs no receiver yet.
+// receiver's FIFO: what fits in there (kTransferDepth slots for each block) needs no receiver yet.
 //
 // Only the two ranks of a pair know of a transfer, so the pair counts them, apart from the calls of
 // all ranks. The first message of each block's part carries an envelope: the transfer's number,
@@ -15,7 +15,7 @@
 // tells the sender both.
 //
 // Cost: one crossing of the link, and the bytes at the speed that the blocks reach. A message is
-// sent kDepth ahead of what its receiver has taken.
+// sent kTransferDepth ahead of what its receiver has taken.
 #include "cuda_call.hpp"
 #include "jobs.cuh"
 #include "launch.cuh"
@@ -36,7 +36,8 @@ __device__ inline TransferControl& control_of(const DeviceWorld& w, int owner, i
 }
 __device__ inline unsigned char* mail_of(const DeviceWorld& w, int owner, int peer, int strand,
                                          u32 message) {
-  const u64 index = (u64(peer) * kTransferStrands + strand) * kDepth + message % kDepth;
+  const u64 index =
+      (u64(peer) * kTransferStrands + strand) * kTransferDepth + message % kTransferDepth;
   return w.arena[owner] + w.geometry.mail + index * w.geometry.slot_bytes;
 }
 
@@ -118,9 +119,9 @@ class Mover {
     bool ready;
     if (t.sends) {
       seen = load_acquire(&own.released);
-      ready = next_ - seen < u32(kDepth);  // counters may wrap
+      ready = next_ - seen < u32(kTransferDepth);  // counters may wrap
     } else {
-      seen = load_acquire(&own.filled[next_ % kDepth]);
+      seen = load_acquire(&own.filled[next_ % kTransferDepth]);
       ready = seen == next_ + 1;
     }
     if (ready && (t.sends || !first_ || agrees(t, own))) return Shared::kReady;
@@ -143,12 +144,12 @@ class Mover {
 
   // Is what comes what the thread's transfer expects?
   __device__ bool agrees(const PairTransfer& t, const TransferControl& own) const {
-    const Envelope& came = own.envelope[next_ % kDepth];
+    const Envelope& came = own.envelope[next_ % kTransferDepth];
     return load_relaxed(&came.count) == t.count && load_relaxed(&came.word) == word(t);
   }
   // It is not: tells the sender, and gives up.
   __device__ void refuse(const PairTransfer& t, const TransferControl& own) const {
-    const Envelope& came = own.envelope[next_ % kDepth];
+    const Envelope& came = own.envelope[next_ % kTransferDepth];
     const u64 count = load_relaxed(&came.count), theirs = load_relaxed(&came.word);
     Refusal& there = pair_of(world_, t.peer, world_.rank).refusal;
     store_relaxed(&there.sent.count, count);
@@ -184,11 +185,12 @@ class Mover {
     TransferControl& own = control_of(world_, world_.rank, t.peer, block_);
     if (t.sends) {
       if (first_) {
-        Envelope& envelope = there.envelope[next_ % kDepth];
+        Envelope& envelope = there.envelope[next_ % kTransferDepth];
         store_relaxed(&envelope.count, t.count);
         store_relaxed(&envelope.word, word(t));
       }
-      store_release(&there.filled[next_ % kDepth], next_ + 1);  // the block's writes before it
+      store_release(&there.filled[next_ % kTransferDepth],
+                    next_ + 1);  // the block's writes before it
     } else {
       // Relaxed: what was read has been used, or the stores before the barrier had not issued.
       store_relaxed(&there.released, next_ + 1);

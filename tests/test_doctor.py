@@ -126,6 +126,20 @@ def test_a_receive_that_nobody_answers():
     ]
 
 
+def test_a_receive_on_a_gpu_that_nobody_answers():
+    recv = call(2, "entered", collective="recv", peer=1, tag=3, bytes=24)
+    done = call(1, "done", collective="send", peer=1, tag=3, bytes=24)
+    waits = {"sequence": 2, "since": 100.0}
+    first = dump(0, [], size=2, gpu_transfers=[done, recv], gpu_transfers_waiting=waits)
+    assert diagnose([first, dump(1, [], size=2)]) == [
+        "communicator abcdefgh of 2: rank 0 waits for its GPU, where it put a recv from rank 1 "
+        "with tag 3 (float32, 24 bytes) 12.3 s ago"
+    ]
+    del first["gpu_transfers_waiting"]  # it may have ended
+    (one,) = judge([first, dump(1, [], size=2)])
+    assert not one.trouble
+
+
 def test_trouble_comes_first_and_the_newest_dump_of_a_rank_counts():
     calm = [dump(r, [call(3)], size=8) for r in range(8)]
     stuck = [{**dump(r, [call(1)], size=2), "name": "part"} for r in range(2)]

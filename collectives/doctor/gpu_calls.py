@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..bootstrap.groups import have, name_ranks
-from .records import Dump, Record, age, call_in_words
+from .records import Dump, Record, age, call_in_words, size_in_words
 
 
 class GpuCalls:
@@ -90,6 +90,22 @@ class GpuCalls:
                 "runs it when it is launched"
             )
         return words
+
+    def moving(self) -> str:
+        """Sends and receives on GPUs that hosts wait for, as far as they know."""
+        told = []
+        for rank, dump in self._ranks.items():
+            begun = [t for t in dump.get("gpu_transfers", ()) if t["state"] == "entered"]
+            if begun and not dump.keys().isdisjoint(("gpu_waiting", "gpu_transfers_waiting")):
+                first = begun[0]
+                way = "from" if first["collective"] == "recv" else "to"
+                more = f" and {len(begun) - 1} more" if len(begun) > 1 else ""
+                what = f"{first['collective']} {way} rank {first['peer']} with tag {first['tag']}"
+                told.append(
+                    f"rank {rank} waits for its GPU, where it put a {what} ({first['dtype']}, "
+                    f"{size_in_words(first)}){more} {age(dump, first)} ago"
+                )
+        return "; ".join(told[:4])
 
     def calm(self) -> str:
         """What the ranks put on their GPUs last; "" if there were no such calls."""

@@ -106,7 +106,7 @@ class _Group:
             or self._disagreement()
             or self._earlier(self._behind(), self._gpu.behind())
             or self._stuck()
-            or self._gpu.stuck()
+            or "; ".join(filter(None, (self._gpu.stuck(), self._gpu.moving())))
             or self._transfers()
             or self._failed()
         )

@@ -9,6 +9,7 @@ the batch; its list is seen in the frames of the call.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ class MovedWork(StreamWork):
     _source_rank = source_rank
 
 
-class Moving:
-    """The sends and receives that are about to go on together."""
+class Moving(threading.local):
+    """The sends and receives of a thread that are about to go on together."""
 
     def __init__(self) -> None:
         self._batch: Any = None  # torch's list

@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "a send over messages that were not taken", "transfer.cu",
-        "ready = next_ - seen < u32(kDepth);", "ready = true;", "test_larger_than_what_fits",
+        "ready = next_ - seen < u32(kTransferDepth);", "ready = true;", "test_larger_than_what_fits",
         "test_point_to_point.py",
     ),
     Mutant(

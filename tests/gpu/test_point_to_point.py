@@ -28,8 +28,8 @@ ALL = list(range(GPUS))
 GUARD = 64
 # Elements; the largest do not fit in the FIFO between two ranks, and go in many messages.
 COUNTS = (0, 1, 3, 17, 1000, 4099, 70_001, 400_001)
-# Bytes that no FIFO between two ranks holds: 32 blocks x 4 slots of up to 64 KiB.
-MORE_THAN_FITS = (8 << 20) + (1 << 20)
+# Bytes that no FIFO between two ranks holds: 32 blocks x 8 slots of up to 64 KiB.
+MORE_THAN_FITS = (16 << 20) + (1 << 20)
 
 
 class Box:
@@ -176,7 +176,7 @@ def test_what_fits_needs_no_receiver() -> None:
     """
 
     def body(comm: OnDevice) -> bool:
-        box, counts = Box(comm), (1, 3000, 0, 50_000)
+        box, counts = Box(comm), (1, 3000, 0, 50_000, 2, 9, 4099, 1)
         whose = [0, comm.rank]
         outs = [
             [box.empty(message(q, comm.rank, c, number=i)) for i, c in enumerate(counts)]
@@ -360,7 +360,7 @@ def test_mismatches_raise_on_both(n: int, differs: str) -> None:
         comm.comm.barrier()
         if comm.rank != 1:  # learn of it in what they do next
             with pytest.raises(cc.MismatchError) as caught:
-                comm.comm.barrier(stream=comm.stream)
+                comm.comm.send(first, 1)
                 comm.comm.synchronize(20)
         comm.comm.barrier()
         assert same(box.get(array), before)
@@ -428,7 +428,8 @@ def test_an_abort_ends_a_receive() -> None:
                 comm.comm.recv(array, 0)
         return str(caught.value)
 
-    assert "enough" in run_on(2, ALL, body, timeout=40)[0]
+    said = run_on(2, ALL, body, timeout=40)  # a kernel knows no reasons
+    assert "enough" in said[1] and re.search("enough|rank 1 gave up: it was aborted", said[0]), said
 
 
 @pytest.mark.faults
@@ -475,6 +476,10 @@ def test_the_flight_recorder_shows_them() -> None:
         assert (sent["collective"], sent["state"], sent["peer"]) == ("send", "done", other)
         assert (sent["count"], sent["dtype"]) == (9, "float32")
         assert (last["state"], last["sequence"]) == ("entered", 3)
+        assert "gpu_transfers_waiting" not in dump
+        with pytest.raises(cc.DeadlineError):
+            comm.comm.synchronize(0.01)
+        assert comm.comm.dump()["gpu_transfers_waiting"]["sequence"] == 3
         comm.comm.barrier()
         if comm.rank == 0:
             comm.comm.abort("enough")

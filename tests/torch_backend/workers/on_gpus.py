@@ -131,7 +131,7 @@ def sends_and_receives() -> None:
         for work in works:
             work.wait()
         same(out, every[source].view(2, 3).t())
-    count = 10 << 20
+    count = 17 << 20
     x = torch.zeros(count, dtype=torch.uint8, device=DEVICE)
     outs = [torch.zeros_like(x) for _ in range(2)]
     for turn in range(3):
