@@ -77,8 +77,8 @@ MUTANTS = (
     ),
     Mutant(
         "a send over messages that were not taken", "transfer.cu",
-        "ready = next_ - seen < u32(kTransferDepth);", "ready = true;", "test_larger_than_what_fits",
-        "test_point_to_point.py",
+        "ready = next_ - seen < u32(kTransferDepth);", "ready = true;",
+        "test_larger_than_what_fits", "test_point_to_point.py",
     ),
     Mutant(
         "a message of a transfer told before its block has written it", "transfer.cu",

@@ -208,6 +208,31 @@ def test_what_fits_needs_no_receiver() -> None:
     assert run_on(2, ALL, body, timeout=20) == [True] * 2
 
 
+@pytest.mark.parametrize("count", [0, 5, 300_001])
+def test_a_receive_may_come_first(count: int) -> None:
+    """It waits on its stream, whatever the sender does before."""
+
+    def body(comm: OnDevice) -> bool:
+        box, n = Box(comm), comm.size
+        xs = [message(0, q, count) for q in range(n)]
+        arrays = [box.put(x) if comm.rank == 0 else box.empty(x) for x in xs]
+        comm.comm.barrier()
+        if comm.rank != 0:
+            work = comm.comm.recv(arrays[comm.rank], 0, async_op=True)
+        comm.comm.barrier()
+        assert comm.rank == 0 or not work.done()
+        comm.comm.barrier()
+        if comm.rank == 0:
+            for q in range(1, n):
+                comm.comm.send(arrays[q], q)
+        comm.finish()
+        assert same(box.get(arrays[comm.rank]), xs[comm.rank])
+        box.check_guards()
+        return True
+
+    assert run_on(3, ALL, body, timeout=20) == [True] * 3
+
+
 def test_what_does_not_fit_waits_on_the_stream() -> None:
     def body(comm: OnDevice) -> bool:
         box = Box(comm)
