@@ -16,7 +16,7 @@ import pytest
 
 import collectives as cc
 from collectives import _core, array, calls, device, point_to_point
-from collectives.array import View, stream_of
+from collectives.array import Stream, View, stream_of
 from collectives.array import device as device_arrays
 from collectives.errors import ArrayTypeError
 
@@ -44,7 +44,12 @@ class CudaStream:
     ],
 )
 def test_streams_of_every_library(stream, expected):
-    assert stream_of(stream, "all_reduce") == expected
+    assert stream_of(stream, "all_reduce") == Stream(*expected)
+
+
+def test_a_stream_that_was_looked_at_is_taken_as_it_is():
+    stream = Stream(7, 0, beside=True)
+    assert stream_of(stream, "all_reduce") is stream
 
 
 @pytest.mark.parametrize("stream", [True, -1, 1.5, "7", object(), threading.Lock()])
@@ -275,15 +280,16 @@ def test_the_smallest_bound_counts_for_all(monkeypatch):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "object"])
-def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu(raw):
+def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu(raw, monkeypatch):
     torch = pytest.importorskip("torch")
+    from collectives.array import torch_streams
     from collectives.array.torch_tensors import Torch
 
     asked = []
 
-    def current_stream(where):
-        asked.append(where)
-        return SimpleNamespace(cuda_stream=1000 + where.index)
+    def current_stream(ordinal):
+        asked.append(ordinal)
+        return SimpleNamespace(cuda_stream=1000 + ordinal)
 
     class Tensor:
         dtype, layout, shape = torch.float32, torch.strided, (2, 3)
@@ -295,17 +301,16 @@ def test_a_torch_tensor_goes_on_torchs_current_stream_of_its_gpu(raw):
             answers |= {"is_neg": False, "data_ptr": 4096, "numel": 6, "get_device": 1}
             return lambda: answers[name]
 
-    def raw_stream(index):
-        return current_stream(torch.device("cuda", index)).cuda_stream
+    def raw_stream(ordinal):
+        return current_stream(ordinal).cuda_stream
 
-    cuda = SimpleNamespace(current_stream=current_stream)
-    inside = SimpleNamespace(_cuda_getCurrentRawStream=raw_stream) if raw else SimpleNamespace()
-    fake = SimpleNamespace(strided=torch.strided, cuda=cuda, _C=inside)
-    v = Torch(fake).view(Tensor(), True, "x", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch_streams, "_raw_stream", raw_stream if raw else None)
+    v = Torch(torch).view(Tensor(), True, "x", True)
     assert (v.device, v.stream, v.pointer, v.count) == ("cuda:1", 1001, 4096, 6)
-    assert asked == [torch.device("cuda", 1)]
+    assert asked == [1]
     with pytest.raises(cc.UnsupportedError, match=r"on cuda:1, .* no GPU engine"):
-        Torch(fake).view(Tensor(), True, "x", False)
+        Torch(torch).view(Tensor(), True, "x", False)
 
 
 class Gpu:

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from collectives.array import Stream  # noqa: E402
 from collectives.errors import UnsupportedError  # noqa: E402
 from collectives.torch import moving, streams, transfers  # noqa: E402
 
@@ -24,7 +25,7 @@ class Sides:
         self.used: list[Any] = []
 
     def run(self, device: Any, put_on: Any, finish: Any, outputs: Any, used: Any) -> Any:
-        put_on(7)
+        put_on(Stream(7, 1, beside=True))
         if finish is not None:
             finish()
         self.used.append((outputs, used))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from collectives import _core  # noqa: E402
+from collectives.array import Stream  # noqa: E402
 from collectives.torch import base, streams, tensors  # noqa: E402
 from collectives.torch.tracks import Step  # noqa: E402
 
 pytestmark = pytest.mark.torch
+
+
+MAIN = 1  # the handle of the stream that is current at first
+DEVICE = torch.device("cuda", 1)
 
 
 class Log:
@@ -22,33 +27,44 @@ class Log:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.current = Stream(self, "main")
+        self.current = MAIN
+
+    def name(self, handle: int) -> str:
+        return {MAIN: "main", 2: "another"}.get(handle, f"side of {handle - 100}")
 
     def say(self, what: str) -> None:
-        self.said.append(f"{self.current.name}: {what}")
+        self.said.append(f"{self.name(self.current)}: {what}")
 
 
-class Stream:
+class Mark:
+    """A place in a stream."""
+
     def __init__(self, log: Log, name: str) -> None:
-        self.log, self.name = log, name
+        self._log, self._name = log, name
+        self.ended = False
 
-    def wait_stream(self, other: Stream) -> None:
-        self.log.said.append(f"{self.name} waits for {other.name}")
+    def hold(self, stream: int) -> None:
+        self._log.said.append(f"{self._log.name(stream)} waits for the end on {self._name}")
 
-    def wait_event(self, event: Event) -> None:
-        self.log.said.append(f"{self.name} waits for the event of {event.stream}")
-
-
-class Event:
-    stream = ""
-    ended = False
-
-    def record(self, stream: Stream) -> None:
-        self.stream = stream.name
-        stream.log.say("event")
-
-    def query(self) -> bool:
+    def done(self) -> bool:
         return self.ended
+
+
+class SideStream:
+    """The core's, of a GPU."""
+
+    def __init__(self, log: Log, ordinal: int) -> None:
+        self._log = log
+        self.handle = 100 + ordinal
+
+    def begin(self, current: int) -> Mark:
+        self._log.said.append(f"{self._log.name(self.handle)} waits for {self._log.name(current)}")
+        return Mark(self._log, self._log.name(current))
+
+    def end(self) -> Mark:
+        name = self._log.name(self.handle)
+        self._log.said.append(f"{name}: end")
+        return Mark(self._log, name)
 
 
 class OnGpu:
@@ -57,7 +73,7 @@ class OnGpu:
     def __init__(self) -> None:
         self.recorded: list[str] = []
 
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream: Any) -> None:
         self.recorded.append(stream.name)
 
 
@@ -65,16 +81,24 @@ class OnGpu:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
 
-    @contextlib.contextmanager
-    def stream(s: Stream) -> Iterator[None]:
-        before, log.current = log.current, s
-        yield
+    def external(handle: int, device: torch.device) -> Any:
+        assert handle == 100 + device.index
+        return SimpleNamespace(cuda_stream=handle, name=log.name(handle))
+
+    def with_stream(stream: Any, do: Callable[[], None]) -> None:
+        before, log.current = log.current, stream.cuda_stream
+        do()
         log.current = before
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, f"side of {device}"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: log.current)
+    def current_stream(device: Any) -> Any:
+        return SimpleNamespace(cuda_stream=log.current, name=log.name(log.current))
+
+    monkeypatch.setattr(_core, "SideStream", lambda ordinal: SideStream(log, ordinal))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    for module in (streams, base):
+        monkeypatch.setattr(module, "current_stream", lambda ordinal: log.current)
+    monkeypatch.setattr(streams, "with_stream", with_stream)
     monkeypatch.setattr(
         streams, "_tensors", lambda held: [t for part in held for t in part if t is not None]
     )
@@ -83,16 +107,21 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 def group(log: Log) -> Any:
     """A process group whose track only notes what it is given."""
-    track = SimpleNamespace(call=lambda step: log.say(step.collective))
+
+    def call(step: Step, stream: Stream) -> None:
+        assert stream.beside == (stream.handle != MAIN)
+        log.said.append(f"{log.name(stream.handle)}: {step.collective}")
+
+    track = SimpleNamespace(call=call)
     made = SimpleNamespace(_main=track, _sides=streams.SideStreams(), _note=lambda work: work)
-    made.make = lambda *arguments: base.BaseGroup._make_on_gpu(made, *arguments)
+    made.make = lambda call, *arguments: base.BaseGroup._make_on_gpu(made, call, DEVICE, *arguments)
     return made
 
 
 def a_call(log: Log, used: list[Any]) -> Any:
     call = tensors.Call(None)
-    call.device = "cuda:1"
-    call.steps.append(Step("all_reduce", 0, 0, 0, device="cuda:1"))
+    call.device = DEVICE
+    call.steps.append(Step("all_reduce", 0, 0, 0, device=DEVICE))
     call.after.append(lambda: log.say("copy out of scratch"))
     call.keep.extend(used)
     return call
@@ -112,12 +141,12 @@ def test_an_asynchronous_call_goes_on_a_side_stream(log: Log) -> None:
     x, scratch = OnGpu(), OnGpu()
     work = group(log).make(a_call(log, [scratch]), [x], SimpleNamespace(asyncOp=True))
     assert log.said == [
-        "side of cuda:1 waits for main",
-        "side of cuda:1: all_reduce",
-        "side of cuda:1: copy out of scratch",
-        "side of cuda:1: event",
+        "side of 1 waits for main",
+        "side of 1: all_reduce",
+        "side of 1: copy out of scratch",
+        "side of 1: end",
     ]
-    assert x.recorded == scratch.recorded == ["side of cuda:1"]
+    assert x.recorded == scratch.recorded == ["side of 1"]
     assert not work.is_completed()
     work._ended.ended = True
     assert work.is_completed()
@@ -125,15 +154,16 @@ def test_an_asynchronous_call_goes_on_a_side_stream(log: Log) -> None:
 
 def test_wait_makes_the_stream_wait_that_is_current_then(log: Log) -> None:
     work = group(log).make(a_call(log, []), [], SimpleNamespace(asyncOp=True))
-    log.current = Stream(log, "another")
+    log.current = 2
     work.wait()
-    assert log.said[-1] == "another waits for the event of side of cuda:1"
+    assert log.said[-1] == "another waits for the end on side of 1"
 
 
 def test_a_group_has_one_side_stream_for_each_gpu(log: Log) -> None:
     sides = streams.SideStreams()
-    assert sides.of("cuda:0") is sides.of("cuda:0")
-    assert sides.of("cuda:0") is not sides.of("cuda:1")
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert sides.of(first) is sides.of(first)
+    assert sides.of(first) is not sides.of(second)
 
 
 def test_a_future_is_completed_on_the_stream_of_its_call(
@@ -154,8 +184,8 @@ def test_a_future_is_completed_on_the_stream_of_its_call(
     before = len(log.said)
     assert work.get_future() is work.get_future()
     assert log.said[before:] == [
-        "main: future on ['cuda:1']",
-        f"side of cuda:1: complete with {[x]}",
+        f"main: future on {[DEVICE]}",
+        f"side of 1: complete with {[x]}",
     ]
 
 
