@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +113,7 @@ def main() -> None:
     synced = gradient_sync(groups)
     rows.append({"what": "ddp", "ranks": dist.get_world_size(), "parameters": 10_010_000,
                  "ms": synced})  # fmt: skip
-    header = machine.header(groups["collectives"]._main.comm, " ".join(sys.argv))
+    header = machine.header(groups["collectives"]._main.comm, machine.command_of_script())
     if rank == 0:
         for row in rows:
             print(json.dumps(row))

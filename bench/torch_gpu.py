@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +147,7 @@ def main() -> None:
         for name, step in steps.items():
             taken[name].append(window(step, options.steps, device))
     step_ms = {name: statistics.median(t) for name, t in taken.items()}
-    header = machine.header(dist.group.WORLD._main.comm, " ".join(sys.argv))
+    header = machine.header(dist.group.WORLD._main.comm, machine.command_of_script())
     if dist.get_rank() == 0:
         found: dict[str, Any] = {
             "header": header,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 import collectives as cc
-from collectives.bench.machine import header
+from collectives.bench.machine import command_of_script, header
 from collectives.train import AdamW, Trainer
 
 VOCABULARY = 50304
@@ -211,7 +210,7 @@ def main() -> None:
         for text in args.batches.split(","):
             size, length = map(int, text.split("x"))
             rows += compare(bench, ways, size, length, args)
-        about = header(comm, " ".join(["bench/train_gpu.py", *sys.argv[1:]]))
+        about = header(comm, command_of_script())
         about["parameters"] = sum(p.numel() for p in bench.model().parameters())
         about["ranks"] = comm.size
         about["gpu"] = None if args.small else torch.cuda.get_device_name()

@@ -19,7 +19,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch_group
 from torch import distributed, nn
 
 import collectives as cc
-from collectives.bench.machine import header
+from collectives.bench.machine import command_of_script, header
 from collectives.train import AdamW, Trainer
 
 WIDTH, LAYERS, BATCH = 1436, 5, 64
@@ -115,7 +114,7 @@ def main() -> None:
             rows.append(row)
         if args.trace:
             trainers["collectives, ZeRO-0"].write_trace(args.trace)
-        about = header(comm, " ".join(["bench/train_host.py", *sys.argv[1:]]))
+        about = header(comm, command_of_script())
         if comm.rank == 0:
             count = sum(p.numel() for p in network().parameters())
             for row in rows:

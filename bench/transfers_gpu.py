@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ def main() -> None:
                             flush=True,
                         )
     comm.synchronize()
-    header = machine.header(comm, " ".join(sys.argv))
+    header = machine.header(comm, machine.command_of_script())
     if comm.rank == 0 and options.json:
         header["gpu"] = gpus.rank_facts(cupy, bench.gpu) | gpus.versions(cupy)
         options.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from collectives.bench import machine
+
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parent.parent / "bench" / "train_gpu.py"
@@ -38,3 +40,9 @@ def test_all_ways_are_told(ranks, tmp_path):
     assert rows["torch alone"]["scaling_efficiency"] == 1
     stages = {rows[name]["first_loss"] for name in ours[1:]}
     assert len(stages) == 1  # bit for bit
+
+
+def test_the_command_of_a_script_names_no_place_of_the_machine(monkeypatch):
+    words = ["--rounds", "2", "--json", "/somewhere/out.json", "--name", "a b", "--json=x"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/else/bench/train_gpu.py", *words])
+    assert machine.command_of_script() == "bench/train_gpu.py --rounds 2 --name 'a b'"

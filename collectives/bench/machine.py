@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -152,6 +153,20 @@ def mpi_name(version: str) -> str:
     """Name and version of an MPI library, from what it tells of itself."""
     words = version.partition(",")[0].replace("Version:", " ").split()
     return " ".join(words)
+
+
+def command_of_script() -> str:
+    """How this script was called, for a header: without the file that it writes, and with no path
+    of the machine.
+    """
+    words, left = [], iter(sys.argv[1:])
+    for word in left:
+        if word == "--json":
+            next(left, None)
+        elif not word.startswith("--json="):
+            words.append(word)
+    script = Path(sys.argv[0]).resolve()
+    return shlex.join([f"{script.parent.name}/{script.name}", *words])
 
 
 def header(
