@@ -1,4 +1,4 @@
-"""What csrc/bindings.cpp and csrc/python_calls.cpp define.
+"""What csrc/bindings*.cpp and csrc/python_calls.cpp define.
 
 Collectives, dtypes, ops and orders are numbers here: the index of the name in `collectives`,
 `dtypes` and `ops`; orders are 0, any, and 1, rank. Addresses are integers.

@@ -49,6 +49,7 @@ from .bucket_layout import (
     make_buckets,
     spec_of,
 )
+from .bucket_pool import BucketPool, memory
 from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range
 from .errors import ArrayError, CollectiveError, UnsupportedError, did_you_mean
 from .gradients import address, misfit, put
@@ -58,8 +59,6 @@ from .work import Work
 if TYPE_CHECKING:
     from .communicator import Communicator
     from .torch_gradients import Known, TorchGradients
-
-_POOL = 3  # transient buckets: one being filled, one on the wire, one in between
 
 
 class Bucketer:
@@ -143,7 +142,7 @@ class Bucketer:
         self.side = SideStreams()
         self._torch: TorchGradients | None = None
         self.rebuilt = False  # True once buckets were filled anew
-        self._pool: dict[tuple[str, str], list[Any]] = {}
+        self._pool = BucketPool(comm)
         self._sync = True
         self._running = False  # between the first ready and the end of finish
         self._seen: dict[str, None] = {}  # ready in this pass, in order
@@ -327,25 +326,10 @@ class Bucketer:
         self.buckets = make_buckets(self.specs, order, *self._sizes)
         self._slots = {s.name: (b, s) for b in self.buckets for s in b.slots}
         if self._transient:
-            for bucket in self.buckets:
-                key = (bucket.dtype, bucket.device)
-                same = [b.count for b in self.buckets if (b.dtype, b.device) == key]
-                if key not in self._pool:
-                    self._pool[key] = [
-                        self._memory(max(same), *key) for _ in range(min(_POOL, len(same)))
-                    ]
-            self._turn: dict[int, int] = {}  # bucket -> its number among those of its kind
-            for key in self._pool:
-                kind = [b for b in self.buckets if (b.dtype, b.device) == key]
-                self._turn.update({b.index: i for i, b in enumerate(kind)})
+            self._pool.serve(self.buckets)
         else:
             for bucket in self.buckets:
-                bucket.buffer = self._memory(bucket.count, bucket.dtype, bucket.device)
-
-    def _memory(self, count: int, dtype: str, device: str) -> Any:
-        if device == "cpu":
-            return self.comm.empty((count,), dtype)
-        return empty((count,), dtype, device)
+                bucket.buffer = memory(self.comm, bucket.count, bucket.dtype, bucket.device)
 
     def _slot(self, name: str) -> tuple[Bucket, Slot]:
         found = self._slots.get(name)
@@ -501,18 +485,10 @@ class Bucketer:
             return True
         if not self._sync:
             return False
-        pool = self._pool[bucket.dtype, bucket.device]
-        turn = self._turn[bucket.index]
-        before = [b for b in self.buckets if (b.dtype, b.device) == (bucket.dtype, bucket.device)]
-        if turn >= len(pool):
-            last = before[turn - len(pool)]
-            if last.work is None:
-                return False
-            began = time.monotonic()
-            last.work.wait()
-            self._trace.statistics.exposed += time.monotonic() - began
-            last.buffer = None
-        bucket.buffer = pool[turn % len(pool)][: bucket.count]
+        waited = self._pool.open(bucket)
+        if waited is None:
+            return False
+        self._trace.statistics.exposed += waited
         return True
 
     def _arrived(self, bucket: Bucket, now: float) -> None:

@@ -154,7 +154,7 @@ class Region {
   std::string handle() const;
   void close_handle();  // once every peer has opened it
 
-  std::atomic<std::uint32_t>& abort_word();  // 0, or who gave up and how (communicator.cpp)
+  std::atomic<std::uint32_t>& abort_word();  // 0, or who gave up (communicator_failures.cpp)
   // Clock ticks per second as the first rank that asked measured them (bench.cpp): all ranks must
   // use one value.
   std::atomic<std::uint64_t>& tick_rate();

@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def no_launcher(monkeypatch):
+    """This process is no rank of a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "COLLECTIVES_RANK", "COLLECTIVES_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def port():
     """A port that was free a moment ago: what a user picks for MASTER_PORT."""
     from collectives.bootstrap import listen  # after the environment is set

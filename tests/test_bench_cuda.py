@@ -10,8 +10,8 @@ from typing import ClassVar
 import fake_cupy
 import numpy as np
 import pytest
+from commands import run
 from fake_cupy import CALL_NS, NCCL_NS, NODE_NS
-from test_cli import run
 
 from collectives import CollectiveError, UnsupportedError, _core, run_threads
 from collectives.bench import backends, cuda, gpus, nccl, timing

@@ -195,7 +195,7 @@ def test_transient_buckets_share_memory():
         assert not bucketer._held
         with pytest.raises(cc.UnsupportedError, match="no lasting views"):
             bucketer.view("p1")
-        return sum(len(arrays) for arrays in bucketer._pool.values()), len(bucketer.buckets)
+        return sum(len(arrays) for arrays in bucketer._pool.buffers.values()), len(bucketer.buckets)
 
     assert cc.run_threads(2, body, timeout=20) == [(3, 12)] * 2
 

@@ -21,8 +21,9 @@ import sysconfig
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SOURCES = ["csrc/types.cpp", "csrc/mpi.cpp", "csrc/transport_mpi.cpp", "tests/cpp/mpi_module.cpp"]
-HEADERS = ["types", "errors", "mpi", "transport", "transport_mpi"]
+CORE = ["types", "mpi", "mpi_constants", "mpi_library", "transport_mpi"]
+SOURCES = [*(f"csrc/{s}.cpp" for s in CORE), "tests/cpp/mpi_module.cpp"]
+HEADERS = [*CORE, "errors", "transport"]
 VENVS = [pathlib.Path(p) for p in os.environ.get("COLLECTIVES_TEST_MPI", sys.prefix).split(":")]
 
 

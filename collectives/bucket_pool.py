@@ -1,0 +1,67 @@
+"""Memory of buckets; transient ones take turns in a few buffers of each kind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .array import empty
+from .bucket_layout import Bucket
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+_POOL = 3  # of a kind: one being filled, one on the wire, one in between
+
+
+def memory(comm: Communicator, count: int, dtype: str, device: str) -> Any:
+    """A buffer for a bucket of `count` elements; on the host one in symmetric memory."""
+    if device == "cpu":
+        return comm.empty((count,), dtype)
+    return empty((count,), dtype, device)
+
+
+class BucketPool:
+    """Buffers for the transient buckets of each dtype and device, as many as are in use at once."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.buffers: dict[tuple[str, str], list[Any]] = {}
+        self._buckets: Sequence[Bucket] = ()
+        self._turn: dict[int, int] = {}  # bucket -> its number among those of its kind
+
+    def serve(self, buckets: Sequence[Bucket]) -> None:
+        """From now on these are the buckets."""
+        self._buckets = buckets
+        self._turn = {}
+        for kind in dict.fromkeys((b.dtype, b.device) for b in buckets):
+            same = self._of(kind)
+            self._turn.update({b.index: i for i, b in enumerate(same)})
+            if kind not in self.buffers:
+                count = max(b.count for b in same)
+                self.buffers[kind] = [
+                    memory(self._comm, count, *kind) for _ in range(min(_POOL, len(same)))
+                ]
+
+    def open(self, bucket: Bucket) -> float | None:
+        """Gives a bucket its memory; the seconds that it waited for the bucket that had it before.
+        None if that one is not even launched.
+        """
+        kind = (bucket.dtype, bucket.device)
+        buffers = self.buffers[kind]
+        turn = self._turn[bucket.index]
+        waited = 0.0
+        if turn >= len(buffers):
+            last = self._of(kind)[turn - len(buffers)]
+            if last.work is None:
+                return None
+            began = time.monotonic()
+            last.work.wait()
+            waited = time.monotonic() - began
+            last.buffer = None
+        bucket.buffer = buffers[turn % len(buffers)][: bucket.count]
+        return waited
+
+    def _of(self, kind: tuple[str, str]) -> list[Bucket]:
+        return [b for b in self._buckets if (b.dtype, b.device) == kind]

@@ -1,0 +1,188 @@
+// GPUs to Python: the engine's ranks, staged calls, and streams beside the caller's.
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "communicator.hpp"
+#include "device.hpp"
+#include "errors.hpp"
+#include "python_calls.hpp"
+#include "side_stream.hpp"
+#include "staging.hpp"
+#include "types.hpp"
+
+namespace py = pybind11;
+
+namespace collectives {
+namespace {
+
+using Unlocked = py::call_guard<WithoutGil>;
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+#ifdef COLLECTIVES_HAS_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+  m.def("device_count", [] {
+    std::string why;
+    const int count = device_count(&why);
+    return std::make_pair(count, why);
+  });
+  py::class_<DeviceCommunicator, std::shared_ptr<DeviceCommunicator>>(m, "DeviceCommunicator")
+      .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
+                       int max_blocks, double timeout) {
+             DeviceConfig config;
+             config.rank = rank;
+             config.nranks = nranks;
+             config.node = std::move(node);
+             config.device = device;
+             config.sharing = sharing;
+             config.max_blocks = max_blocks;
+             config.timeout_s = timeout;
+             WithoutGil release;
+             // Freeing GPU memory can wait for kernels, and these for another thread's rank. A
+             // forked child has nothing of the GPU's to free.
+             const Birth birth;
+             return std::shared_ptr<DeviceCommunicator>(new DeviceCommunicator(config),
+                                                        [birth](DeviceCommunicator* object) {
+                                                          if (birth.in_child()) return;
+                                                          WithoutGil unlocked;
+                                                          delete object;
+                                                        });
+           }),
+           py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
+           py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"))
+      .def_property_readonly("blocks", &DeviceCommunicator::blocks)
+      // `home`: "device", "pinned" or "shared".
+      .def(
+          "allocate",
+          [](DeviceCommunicator& device, const std::string& home) {
+            device.allocate(home == "device"   ? Home::device
+                            : home == "pinned" ? Home::pinned
+                                               : Home::shared);
+          },
+          py::arg("home"), Unlocked())
+      .def("handle", &DeviceCommunicator::handle)
+      .def("open", &DeviceCommunicator::open, Unlocked())
+      .def("probe_write", &DeviceCommunicator::probe_write, Unlocked())
+      .def("probe_check", &DeviceCommunicator::probe_check, Unlocked())
+      .def("meet", &DeviceCommunicator::meet, Unlocked())
+      .def("define", &DeviceCommunicator::define)
+      .def("keeps_lines", &DeviceCommunicator::keeps_lines)
+      .def("use_lines", &DeviceCommunicator::use_lines)
+      .def("make_segment", &DeviceCommunicator::make_segment, Unlocked())
+      .def("open_segment", &DeviceCommunicator::open_segment, Unlocked())
+      .def("release_segment", &DeviceCommunicator::release_segment, Unlocked())
+      .def("export_array",
+           [](DeviceCommunicator& device, std::uintptr_t address, std::uint64_t bytes) {
+             std::string why;
+             WithoutGil release;
+             std::string handle = device.export_array(address, bytes, &why);
+             return std::make_pair(std::move(handle), std::move(why));
+           })
+      .def("open_array", &DeviceCommunicator::open_array, Unlocked())
+      .def("caller",
+           [](std::shared_ptr<DeviceCommunicator> device, CommunicatorPtr comm) {
+             device->record_to(comm->recorder());
+             return py::reinterpret_steal<py::object>(
+                 make_device_call(std::move(comm), std::move(device)));
+           })
+      // [(sends, peer, tag, dtype, address, count)], stream
+      .def("transfer",
+           [](DeviceCommunicator& device,
+              const std::vector<
+                  std::tuple<bool, int, std::uint32_t, int, std::uintptr_t, std::uint64_t>>& list,
+              std::uintptr_t stream) {
+             std::vector<DeviceTransfer> transfers;
+             for (const auto& [sends, peer, tag, dtype, address, count] : list)
+               transfers.push_back({sends, peer, tag, static_cast<Dtype>(dtype), address, count});
+             WithoutGil release;  // a launch can wait for room in the stream's queue
+             device.transfer(transfers, stream);
+           })
+      .def("check", &DeviceCommunicator::check)
+      .def("idle", &DeviceCommunicator::idle)
+      // `kind`: as in name_of().
+      .def(
+          "abort",
+          [](DeviceCommunicator& device, const std::string& reason, const std::string& kind) {
+            ErrorKind why = ErrorKind::aborted;
+            for (const ErrorKind each : {ErrorKind::peer_died, ErrorKind::mismatch})
+              if (kind == name_of(each)) why = each;
+            device.abort(reason, why);
+          },
+          py::arg("reason"), py::arg("kind") = name_of(ErrorKind::aborted), Unlocked())
+      .def("close", &DeviceCommunicator::close, Unlocked());
+
+  m.def(
+      "device_options",
+      [](std::string algorithm, int blocks, std::uint64_t chunk, bool lines, bool pull) {
+        DeviceOptions options;
+        options.algorithm = std::move(algorithm);
+        options.blocks = blocks;
+        options.chunk = chunk;
+        options.lines = lines;
+        options.pull = pull;
+        return py::reinterpret_steal<py::object>(make_device_options(std::move(options)));
+      },
+      py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("chunk") = 0,
+      py::arg("lines") = false, py::arg("pull") = false);
+}
+
+void bind_staging(py::module_& m) {
+  py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
+      .def(py::init([](int device, std::size_t slot_bytes) {
+             WithoutGil release;
+             const Birth birth;
+             return std::shared_ptr<Staging>(new Staging(device, slot_bytes),
+                                             [birth](Staging* object) {
+                                               if (birth.in_child()) return;
+                                               WithoutGil unlocked;
+                                               delete object;
+                                             });
+           }),
+           py::kw_only(), py::arg("device"), py::arg("slot_bytes"))
+      // `arguments`: what Communicator's own calls take.
+      .def("run",
+           [](Staging& staging, Communicator& comm, const py::tuple& arguments,
+              std::uintptr_t stream) {
+             Call call;
+             Communicator::Options options;
+             if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
+                             static_cast<Py_ssize_t>(arguments.size()), comm, &call, &options))
+               throw py::error_already_set();
+             WithoutGil release;
+             staging.run(comm, call, options, stream);
+           })
+      .def("check", &Staging::check)
+      // The communicator's own abort() ends what the calls wait for.
+      .def(
+          "abort", [](Staging&, const std::string&, const std::string&) {}, py::arg("reason"),
+          py::arg("kind") = name_of(ErrorKind::aborted))
+      .def("idle", &Staging::idle)
+      .def("close", &Staging::close, Unlocked());
+}
+
+// Streams are numbers.
+void bind_side_streams(py::module_& m) {
+  py::class_<Mark, std::shared_ptr<Mark>>(m, "Mark")
+      .def("hold", &Mark::hold)
+      .def("done", &Mark::done)
+      .def("wait", &Mark::wait, Unlocked())
+      .def("seconds_since", &Mark::seconds_since);
+  py::class_<SideStream>(m, "SideStream")
+      .def(py::init<int>(), py::arg("device"))
+      .def_property_readonly("handle", &SideStream::handle)
+      .def("mark", &SideStream::mark)
+      .def("begin", &SideStream::begin)
+      .def("end", &SideStream::end);
+}
+
+}  // namespace collectives

@@ -1,0 +1,365 @@
+// The emulated CUDA runtime's streams, events and graphs, and the launch of kernels there.
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fibers.hpp"
+#include "runtime.hpp"
+
+using namespace emulated;
+
+namespace {
+
+// Something that will be done.
+class Completion {
+ public:
+  void finish() {
+    const std::lock_guard lock(mutex_);
+    done_ = true;
+    when_ = std::chrono::steady_clock::now();
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return done_; });
+  }
+  bool done() {
+    const std::lock_guard lock(mutex_);
+    return done_;
+  }
+  std::chrono::steady_clock::time_point when() {
+    wait();
+    return when_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::chrono::steady_clock::time_point when_;
+};
+
+// OS threads that run one thing after another, as many as are needed at once.
+class Pool {
+ public:
+  void run(Work work) {
+    std::unique_lock lock(mutex_);
+    waiting_.push_back(std::move(work));
+    if (idle_ >= waiting_.size()) {
+      changed_.notify_one();
+      return;
+    }
+    std::thread([this] { serve(); }).detach();
+  }
+
+ private:
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      while (!waiting_.empty()) {
+        const Work work = std::move(waiting_.front());
+        waiting_.pop_front();
+        lock.unlock();
+        work();
+        lock.lock();
+      }
+      ++idle_;
+      changed_.wait(lock, [&] { return !waiting_.empty(); });
+      --idle_;
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> waiting_;
+  std::size_t idle_ = 0;
+};
+// Lives as long as the process, as threads that nobody joins use it. (So do the others below.)
+Pool& pool() {
+  static auto* const one = new Pool;
+  return *one;
+}
+
+// Places for blocks on a device: those beyond them wait, as they do on a GPU.
+class Places {
+ public:
+  explicit Places(int n) : free_(n) {}
+  void take() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return free_ > 0; });
+    --free_;
+  }
+  void give() {
+    const std::lock_guard lock(mutex_);
+    ++free_;
+    changed_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int free_;
+};
+Places& places(int device) {
+  static auto* const all = [] {
+    auto* made = new std::vector<std::unique_ptr<Places>>;
+    for (int d = 0; d < devices(); ++d)
+      made->push_back(std::make_unique<Places>(processors(d) * emulated::kBlocksOfProcessor));
+    return made;
+  }();
+  return *(*all)[static_cast<std::size_t>(device)];
+}
+
+}  // namespace
+
+// Work that was recorded in place of being done.
+struct EmulatedGraph {
+  unsigned long long id = 0;
+  bool valid = true;
+  std::vector<Work> nodes;
+};
+
+struct EmulatedStream {
+  explicit EmulatedStream(int device) : device(device) {}
+
+  void put(Work work) {
+    const std::lock_guard lock(mutex);
+    queue.push_back(std::move(work));
+    ++submitted;
+    if (running) return;
+    running = true;
+    pool().run([this] { serve(); });
+  }
+  void wait_all() {
+    std::unique_lock lock(mutex);
+    const unsigned long long until = submitted;
+    changed.wait(lock, [&] { return finished >= until; });
+  }
+
+  const int device;
+  std::shared_ptr<EmulatedGraph> capture;  // while one goes on
+
+ private:
+  void serve() {
+    std::unique_lock lock(mutex);
+    while (!queue.empty()) {
+      const Work work = std::move(queue.front());
+      queue.pop_front();
+      lock.unlock();
+      work();
+      lock.lock();
+      ++finished;
+      changed.notify_all();
+    }
+    running = false;
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Work> queue;
+  unsigned long long submitted = 0, finished = 0;
+  bool running = false;
+};
+
+struct EmulatedEvent {
+  std::shared_ptr<Completion> last;
+  std::shared_ptr<EmulatedGraph> capture;  // the last record went to this graph
+};
+
+namespace {
+
+struct Streams {
+  std::mutex mutex;
+  std::set<EmulatedStream*> all;
+  std::map<int, EmulatedStream*> defaults;
+};
+Streams& streams() {
+  static auto* const one = new Streams;
+  return *one;
+}
+EmulatedStream* stream_of(cudaStream_t stream) {
+  if (stream != nullptr && stream != cudaStreamLegacy) return stream;
+  Streams& s = streams();
+  const std::lock_guard lock(s.mutex);
+  EmulatedStream*& found = s.defaults[current_device];
+  if (found == nullptr) s.all.insert(found = new EmulatedStream(current_device));
+  return found;
+}
+
+}  // namespace
+
+namespace emulated {
+
+cudaError_t put(cudaStream_t stream, Work work) {
+  EmulatedStream* s = stream_of(stream);
+  if (s->capture != nullptr) {
+    s->capture->nodes.push_back(std::move(work));
+  } else {
+    s->put(std::move(work));
+  }
+  return cudaSuccess;
+}
+
+bool is_capturing(cudaStream_t stream) { return stream_of(stream)->capture != nullptr; }
+
+void wait_for_device(int device) {
+  Streams& s = streams();
+  std::vector<EmulatedStream*> on_device;
+  {
+    const std::lock_guard lock(s.mutex);
+    for (EmulatedStream* one : s.all)
+      if (one->device == device) on_device.push_back(one);
+  }
+  for (EmulatedStream* one : on_device) one->wait_all();
+}
+
+// ---- launches -----------------------------------------------------------------------------------
+
+cudaError_t launch(Dim3 grid, Dim3 threads, cudaStream_t stream, std::function<void()> kernel) {
+  if (grid.x == 0 || threads.x == 0 || threads.x > 1024) return fail(cudaErrorInvalidValue);
+  const int device = stream_of(stream)->device;
+  if (device != current_device) return fail(cudaErrorInvalidResourceHandle);
+  const unsigned loses = losing_ways(device);
+  return put(stream, [grid, threads, device, loses, kernel = std::move(kernel)] {
+    Places& free = places(device);
+    // Whoever finishes one is still in it when the wait for it has ended.
+    const auto rest = std::make_shared<std::vector<Completion>>(grid.x - 1);
+    const auto run = [&](unsigned index) {
+      free.take();
+      run_block({grid, Dim3(index, 0, 0), threads, loses}, kernel);
+      free.give();
+    };
+    for (unsigned b = 1; b < grid.x; ++b)
+      pool().run([rest, &run, b] {
+        run(b);
+        (*rest)[b - 1].finish();
+      });
+    run(0);
+    for (Completion& one : *rest) one.wait();
+  });
+}
+
+}  // namespace emulated
+
+extern "C" {
+
+// ---- streams and events -------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = new EmulatedStream(current_device);
+  const std::lock_guard lock(streams().mutex);
+  streams().all.insert(*stream);
+  return cudaSuccess;
+}
+// (The stream itself stays: its last piece of work may still look at it.)
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  stream->wait_all();
+  const std::lock_guard lock(streams().mutex);
+  streams().all.erase(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (stream_of(stream)->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  stream_of(stream)->wait_all();
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new EmulatedEvent;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->capture = stream_of(stream)->capture;
+  if (event->capture != nullptr) return cudaSuccess;
+  const auto completion = event->last = std::make_shared<Completion>();
+  return put(stream, [completion] { completion->finish(); });
+}
+// Nodes of a graph are replayed in the order of their recording, so a wait within a capture only
+// makes the stream part of it.
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  EmulatedStream* s = stream_of(stream);
+  if (event->capture != nullptr) {
+    if (s->capture == nullptr) s->capture = event->capture;
+    return s->capture == event->capture ? cudaSuccess : fail(cudaErrorStreamCaptureUnsupported);
+  }
+  if (s->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  if (event->last == nullptr) return cudaSuccess;
+  return put(stream, [completion = event->last] { completion->wait(); });
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (event->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  return event->last == nullptr || event->last->done() ? cudaSuccess : fail(cudaErrorNotReady);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (event->last != nullptr) event->last->wait();
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  if (begin->last == nullptr || end->last == nullptr) return fail(cudaErrorInvalidValue);
+  *ms = std::chrono::duration<float, std::milli>(end->last->when() - begin->last->when()).count();
+  return cudaSuccess;
+}
+
+// ---- graphs -------------------------------------------------------------------------------------
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
+  std::swap(now, *mode);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  static std::mutex mutex;
+  static unsigned long long captures = 0;
+  EmulatedStream* s = stream_of(stream);
+  if (s->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  s->capture = std::make_shared<EmulatedGraph>();
+  const std::lock_guard lock(mutex);
+  s->capture->id = ++captures;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  EmulatedStream* s = stream_of(stream);
+  if (s->capture == nullptr) return fail(cudaErrorInvalidValue);
+  const auto captured = s->capture;
+  *graph = new EmulatedGraph(*captured);
+  const std::lock_guard lock(streams().mutex);
+  for (EmulatedStream* one : streams().all)
+    if (one->capture == captured) one->capture = nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id) {
+  const EmulatedStream* s = stream_of(stream);
+  *status = s->capture != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = s->capture != nullptr ? s->capture->id : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = new EmulatedGraph(*graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  for (const Work& node : exec->nodes) put(stream, node);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  delete exec;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,75 @@
+"""The command draw: every schedule as text and as SVG."""
+
+from __future__ import annotations
+
+import itertools
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from commands import run
+
+import collectives
+from collectives import _core, drawing
+from collectives.schedule import why_unsupported
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+def test_draw_a_ring(capsys):
+    status, out, _ = run(capsys, "draw", "ring", "all_reduce", "-n", 3)
+    assert status == 0
+    assert out.splitlines()[2:5] == [
+        "         rank 0     rank 1     rank 2",
+        "round 0  ├── 0+ ───▶│          │",
+        "         │          ├── 1+ ───▶│",
+    ]
+    assert "2+: chunk 2 is combined" in out
+
+
+def _all_schedules(ranks):
+    for info, collective in itertools.product(collectives.algorithms(), _core.collectives):
+        for n in ranks:
+            if not why_unsupported(info.name, collective, n):
+                yield collectives.schedule(info.name, collective, n)
+
+
+def test_every_schedule_can_be_drawn_as_text():
+    for schedule in _all_schedules((1, 2, 5, 8, 20)):
+        text = schedule.draw()
+        assert schedule.algorithm in text
+        assert max(map(len, text.splitlines())) <= 200
+        if 1 < schedule.nranks <= 5:  # each chunk of each transfer is on an arrow or in a list
+            arrows = text.count("▶") + text.count("◀") + text.count("→")
+            assert arrows >= min(8, sum(len(drawing.messages(r)) for r in schedule.rounds))
+
+
+def test_every_schedule_can_be_drawn_as_svg():
+    for schedule in _all_schedules((2, 5, 40)):
+        root = ElementTree.fromstring(schedule.draw("svg"))
+        width, height = float(root.get("width")), float(root.get("height"))
+        arrows = 0
+        for element in root.iter():
+            kind = element.tag.rpartition("}")[2]
+            assert all("nan" not in value for value in element.attrib.values())
+            if kind == "g":
+                arrows += 1
+            if kind == "text" and element.get("x"):
+                assert 0 <= float(element.get("x")) <= width
+                assert 0 <= float(element.get("y")) <= height
+        if schedule.nranks == 5:
+            assert arrows == sum(len(drawing.messages(r)) for r in schedule.rounds)
+
+
+def test_draw_svg_into_a_file(capsys, tmp_path):
+    file = tmp_path / "picture.svg"
+    name = "hierarchical(direct_two_shot, ring)"
+    status, out, err = run(capsys, "draw", name, "all_reduce", "--node", "0,0,1,1", "-o", file)
+    assert (status, out) == (0, ""), err
+    text = file.read_text()
+    assert "node 1" in text and "stroke-dasharray" in text
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_unknown_format_of_a_drawing():
+    with pytest.raises(ValueError, match="did you mean 'svg'"):
+        collectives.schedule("ring", "all_reduce", 2).draw("swg")
