@@ -38,8 +38,8 @@ class BucketPool:
         for kind in dict.fromkeys((b.dtype, b.device) for b in buckets):
             same = self._of(kind)
             self._turn.update({b.index: i for i, b in enumerate(same)})
-            if kind not in self.buffers:
-                count = max(b.count for b in same)
+            held, count = self.buffers.get(kind, []), max(b.count for b in same)
+            if len(held) < min(_POOL, len(same)) or held[0].size < count:
                 self.buffers[kind] = [
                     memory(self._comm, count, *kind) for _ in range(min(_POOL, len(same)))
                 ]

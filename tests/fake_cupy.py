@@ -338,6 +338,7 @@ class Engine:
         device: int,
         max_blocks: int = 0,
         path: str = "auto",
+        moved_by_host: bool = False,
     ) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
         self.place = f"cuda:{device}"

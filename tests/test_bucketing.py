@@ -172,6 +172,38 @@ def test_no_sync_adds_up(transient, scale):
     assert min(cc.run_threads(3, body, timeout=20)) > 3
 
 
+def test_transient_buckets_that_are_filled_in_another_order_have_enough_memory():
+    """A layout with a larger bucket than those of the first."""
+    sizes = {"a": 3, "b": 3, "c": 2}
+
+    def body(comm):
+        given = {name: np.zeros(size) for name, size in sizes.items()}
+        found = {}
+
+        def reduce(bucket):
+            work = comm.all_reduce(bucket.buffer, async_op=True)
+            work.wait()
+            for slot in bucket.slots:
+                found[slot.name] = bucket.buffer[slot.start : slot.start + slot.length].copy()
+            return work
+
+        bucketer = Bucketer(
+            comm, given, bucket_bytes=6 * 8, first_bucket_bytes=6 * 8, layout=["a", "c", "b"],
+            transient=True, reduce=reduce,
+        )  # fmt: skip
+        assert [b.count for b in bucketer.buckets] == [5, 3]
+        for layout, counts in (("acb", [5, 3]), ("abc", [6, 2]), ("cba", [5, 3])):
+            bucketer.fill_as(list(layout))
+            assert [b.count for b in bucketer.buckets] == counts
+            for name, size in sizes.items():
+                bucketer.ready(name, np.full(size, float(comm.rank + size)))
+            bucketer.finish()
+            for name, size in sizes.items():
+                assert found.pop(name).tolist() == [2.0 * size + 1] * size
+
+    cc.run_threads(2, body, timeout=20)
+
+
 def test_transient_buckets_share_memory():
     def body(comm):
         given = {f"p{i}": np.zeros(1000, np.float32) for i in range(12)}
