@@ -37,6 +37,7 @@ def test_calls_beside_the_stream(n: int, order: str | None) -> None:
                 assert isinstance(work, SideWork)
                 work.wait()
             comm.stream.synchronize()
+        comm.comm.synchronize()  # raises what went wrong in a kernel
         for turn, x in enumerate(arrays):
             assert (x.get() == sum(r + turn for r in range(n))).all()
         spans = [work.span() for work in works if isinstance(work, SideWork)]
