@@ -349,7 +349,8 @@ class Trainer:
         """Copies of "master" or of an optimizer's state array, whole, by parameter. Collective."""
         found: dict[str, Any] = {}
         for shard in self.store.shards:
-            part = np.ascontiguousarray(host(self.store.arrays(shard)[key]))
+            with self._model.stream():
+                part = np.ascontiguousarray(host(self.store.arrays(shard)[key]))
             full = part
             if self.store.comm is not None:
                 full = self.store.comm.all_gather_v(part, shard.counts)
@@ -364,7 +365,8 @@ class Trainer:
         module, or for functions the parameters by name. Collective.
         """
         if self._gatherer is not None:
-            self._gatherer.gather_everything()
+            with self._model.stream():
+                self._gatherer.gather_everything()
         try:
             yield self._model.whole()
         finally:
@@ -433,6 +435,12 @@ class Trainer:
         self, layout: Sequence[str], shards: Sequence[Mapping[str, Any]], buffers: Mapping[str, Any]
     ) -> None:
         """Takes over the master weights and state of all shards. Collective."""
+        with self._model.stream():
+            self._restore(layout, shards, buffers)
+
+    def _restore(
+        self, layout: Sequence[str], shards: Sequence[Mapping[str, Any]], buffers: Mapping[str, Any]
+    ) -> None:
         self.bucketer.fill_as(layout)
         self._values = None
         self._build(None)
