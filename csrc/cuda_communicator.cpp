@@ -103,12 +103,51 @@ void DeviceCommunicator::Impl::check(bool before_call) {
   }
 }
 
+// From the arena of a rank; false if it cannot be read: the error that is being reported must not
+// be replaced by another.
+bool DeviceCommunicator::Impl::read_arena(int rank, u64 at, std::size_t bytes, void* to) {
+  const WhileCapturing relaxed;
+  const OnDevice current(config.device);
+  const unsigned char* arena = world.arena[rank];
+  return arena != nullptr &&
+         cudaMemcpyAsync(to, arena + at, bytes, cudaMemcpyDefault, stream) == cudaSuccess &&
+         cudaStreamSynchronize(stream) == cudaSuccess;
+}
+
+// In words, what is known of a mismatch that a peer has found: the calls that the ranks have
+// announced to this one and to that peer.
+std::string DeviceCommunicator::Impl::differs() {
+  const Record& record = control->record;
+  if (static_cast<Leave>(record.leave) != Leave::peer_left || cause_of(record) != Leave::mismatch)
+    return "";
+  if (std::string words = refused(); !words.empty()) return words;
+  if ((record.epoch & kOfTransfers) != 0) return "";
+  const auto n = static_cast<std::size_t>(config.nranks);
+  const u64 at =
+      offsetof(State, arrivals) + (record.epoch & 1) * kMaxRanks * sizeof(device::Arrival);
+  std::vector<std::string> calls(n);
+  for (const int teller : {config.rank, record.peer}) {
+    std::vector<device::Arrival> told(n);
+    if (teller < 0 || !read_arena(teller, at, n * sizeof(told[0]), told.data())) continue;
+    for (std::size_t q = 0; q < n; ++q)
+      if (told[q].word >> 32 == (record.epoch & 0xffffffff))
+        calls[q] = describe_call(told[q].signature[0], told[q].signature[1]);
+  }
+  std::string words;
+  for (std::size_t q = 0; q < n; ++q)
+    if (!calls[q].empty())
+      words += (words.empty() ? "rank " : "; rank ") + std::to_string(q) + " is in " + calls[q];
+  if (words.empty()) return words;
+  return "the ranks are in different calls: " + words +
+         ". Nothing of this call was written; the communicator cannot be used further on the GPU";
+}
+
 void DeviceCommunicator::Impl::raise(bool gave_up, Leave why) {
   std::atomic_thread_fence(std::memory_order_acquire);
   std::lock_guard lock(reason_mutex);
   if (gave_up)
     raise_record(control->record, config.rank, last_signature.describe(),
-                 {abort_reason, dead, refused()});
+                 {abort_reason, dead, differs()});
   throw Error(why == Leave::peer_died ? ErrorKind::peer_died
               : why == Leave::differ  ? ErrorKind::mismatch
                                       : ErrorKind::aborted,

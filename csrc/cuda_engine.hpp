@@ -90,6 +90,8 @@ struct DeviceCommunicator::Impl {
   void check_own(const std::vector<DeviceTransfer>& list) const;
   // What the receiver of a message of this rank did not expect, in words; "" if there is none.
   std::string refused();
+  bool read_arena(int rank, device::u64 at, std::size_t bytes, void* to);
+  std::string differs();
   // Throws if ranks that share a GPU would share this stream too.
   void check_stream(cudaStream_t stream) const;
   void close();

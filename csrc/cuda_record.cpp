@@ -31,6 +31,19 @@ std::string describe_refusal(int sender, int receiver, const Envelope& sent,
          "further on the GPU";
 }
 
+std::string describe_call(u64 count, u64 signature_word) {
+  Signature call;
+  call.count = count;
+  call.collective = signature_word & 0xff;
+  call.dtype = signature_word >> 8 & 0xff;
+  call.op = signature_word >> 16 & 0xff;
+  call.order = signature_word >> 24 & 0xff;
+  call.root = static_cast<std::int32_t>(signature_word >> 32 & 0xffff);
+  const u64 algorithm = signature_word >> 48;
+  return call.describe() +
+         (algorithm != 0 ? ", algorithm no. " + std::to_string(algorithm) : std::string());
+}
+
 void raise_record(const Record& r, int rank, const std::string& last_call, const Told& told) {
   const auto leave = static_cast<Leave>(r.leave);
   std::string text = "on the GPU, in call " + std::to_string(r.epoch - kMeetings) + " of rank " +
@@ -45,20 +58,10 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
         ErrorKind::mismatch,
         text + describe_refusal(r.peer, rank, {r.seen, r.theirs[1]}, {r.expected, r.theirs[0]}),
         r.peer);
-  if (leave == Leave::mismatch) {
-    const u64 word = r.theirs[1];
-    Signature his;
-    his.count = r.theirs[0];
-    his.collective = word & 0xff;
-    his.dtype = word >> 8 & 0xff;
-    his.op = word >> 16 & 0xff;
-    his.order = word >> 24 & 0xff;
-    his.root = static_cast<std::int32_t>(word >> 32 & 0xffff);
+  if (leave == Leave::mismatch)
     throw Error(ErrorKind::mismatch,
-                text + peer + " is in another call: " + his.describe() +
-                    (word >> 48 != 0 ? ", algorithm no. " + std::to_string(word >> 48) : "") +
+                text + peer + " is in another call: " + describe_call(r.theirs[0], r.theirs[1]) +
                     ". Nothing of this call was written; the communicator cannot be used further");
-  }
   std::string where;
   switch (static_cast<Phase>(r.phase)) {
     case Phase::arrival:
@@ -105,7 +108,7 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
         case Leave::differ:
           throw Error(
               ErrorKind::mismatch,
-              text + (told.refused.empty() ? "the ranks are in different calls" : told.refused));
+              text + (told.differs.empty() ? "the ranks are in different calls" : told.differs));
         case Leave::aborted:
           throw Error(ErrorKind::aborted, text + "it was aborted");
         case Leave::peer_died:

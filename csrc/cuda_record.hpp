@@ -17,8 +17,10 @@ inline constexpr u64 kMeetings = 1;
 struct Told {
   const std::string& reason;
   int dead;
-  std::string refused;  // by the receiver of a message, in words
+  std::string differs;  // what the others are in, or the receiver of a message expected, in words
 };
+// The call that `arrival` announces.
+std::string describe_call(u64 count, u64 signature_word);
 // What a rank sent, and what its receiver expected.
 std::string describe_refusal(int sender, int receiver, const Envelope& sent,
                              const Envelope& expected);

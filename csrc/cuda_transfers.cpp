@@ -97,17 +97,9 @@ void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
 }
 
 std::string DeviceCommunicator::Impl::refused() {
-  const Record& record = control->record;
-  if (static_cast<Leave>(record.leave) != Leave::peer_left || cause_of(record) != Leave::mismatch)
-    return "";
-  const WhileCapturing relaxed;
-  const OnDevice current(config.device);
   std::vector<Pair> pairs(static_cast<std::size_t>(config.nranks));
-  const bool read =
-      cudaMemcpyAsync(pairs.data(), arenas->own() + world.geometry.pairs,
-                      pairs.size() * sizeof(Pair), cudaMemcpyDefault, stream) == cudaSuccess &&
-      cudaStreamSynchronize(stream) == cudaSuccess;
-  if (!read) return "";  // the error that is being reported must not be replaced by another
+  if (!read_arena(config.rank, world.geometry.pairs, pairs.size() * sizeof(Pair), pairs.data()))
+    return "";
   for (int q = 0; q < config.nranks; ++q) {
     const Refusal& r = pairs[static_cast<std::size_t>(q)].refusal;
     if (r.valid != 0) return describe_refusal(config.rank, q, r.sent, r.expected);
