@@ -12,4 +12,11 @@ if not GPUS:
 cupy = pytest.importorskip("cupy")
 MARK = pytest.mark.gpu
 
-__all__ = ["GPUS", "MARK", "cupy"]
+
+def free_memory() -> int:
+    """Bytes of the GPU; 0 where it cannot be told (tests/emulated, where it is the host's)."""
+    ask = getattr(cupy.cuda.runtime, "memGetInfo", None)
+    return int(ask()[0]) if ask is not None else 0
+
+
+__all__ = ["GPUS", "MARK", "cupy", "free_memory"]

@@ -9,7 +9,7 @@ import gc
 import numpy as np
 import pytest
 import soak
-from gpus import MARK, cupy
+from gpus import MARK, free_memory
 from on_device import OnDevice, run_on
 from test_leaks import SLACK
 
@@ -18,12 +18,6 @@ import collectives as cc
 pytestmark = MARK
 
 WARM, MORE = 6, 32
-
-
-def free_memory() -> int:
-    """Bytes of the GPU; 0 where it cannot be told (tests/emulated, where it is the host's)."""
-    ask = getattr(cupy.cuda.runtime, "memGetInfo", None)
-    return int(ask()[0]) if ask is not None else 0
 
 
 @pytest.mark.parametrize("ends", ["closed", "failed"])

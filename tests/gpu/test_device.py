@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import reference
 from cases import Case, any_bytes, check, difference, random_values, registry, sweep
-from gpus import GPUS, MARK, cupy
+from gpus import GPUS, MARK, cupy, free_memory
 from on_device import OnDevice, run_on, some
 
 import collectives as cc
@@ -282,12 +282,16 @@ def test_processes(gpus: int) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring"])
 def test_survivors_of_a_death(algorithm: str) -> None:
-    """A kernel that waits for a process that was killed leaves; every survivor says who it was."""
+    """A kernel that waits for a process that was killed leaves; every survivor says who it was.
+    Nothing of them stays in the memory of a GPU.
+    """
     worker = Path(__file__).with_name("dying_worker.py")
     gpus = min(GPUS, 3)
     n = 3 if gpus > 1 else 2  # on one GPU, processes take turns
     path = os.pathsep.join([str(worker.parent), os.environ.get("PYTHONPATH", "")])
+    free = free_memory()
     got = launch.run(n, worker, gpus, algorithm, env={"PYTHONPATH": path}, timeout=100)
+    assert free_memory() > free - (64 << 20), got
     lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)
     assert sorted(line[0] for line in lines) == ["0", "1"][: n - 1], got
     for _, kind, seconds, text in lines:
