@@ -34,6 +34,7 @@ class Stepper:
         self._store = store
         self._optimizers = optimizers
         self._number = number
+        self._all_runs: dict[int, list[tuple[int, int, Optimizer]]] = {}  # of buckets, by number
 
     @property
     def lr(self) -> float:
@@ -42,7 +43,7 @@ class Stepper:
 
     def build(self) -> None:
         """The store was laid out anew; nothing is kept of the old one."""
-        return
+        self._all_runs.clear()
 
     def step(self, updates: int, factor: float, coefficient: float, unused: frozenset[str]) -> None:
         """One step, and its result in the parameters of all ranks. Collective over the ranks that
@@ -61,33 +62,57 @@ class Stepper:
         else:
             for shard in self._store.shards:
                 gpu = on_gpu(shard.master, shard.grad)
-                size = 0 if gpu else min(_BLOCK, shard.high - shard.low)
-                scratch = [namespace(shard.master).empty_like(shard.master[:size]) for _ in "gw"]
-                for low, high, optimizer in self._runs(shard, unused):
-                    w, grad = shard.master[low:high], shard.grad[low:high]
-                    state = {k: v[low:high] for k, v in shard.state.items()}
-                    lr = optimizer.lr * factor
-                    if on_gpu(w, grad):
-                        name, numbers = optimizer.on_gpu(lr, step)
-                        kept = state if "velocity" not in state or "momentum" in numbers else {}
-                        used = None if shard.used is shard.master else shard.used[low:high]
-                        run(name, w, grad, coefficient, kept, numbers, used)
-                        continue
-                    if optimizer.fused(w, grad, coefficient, state, lr, step):
-                        continue
-                    for at in range(low, high, _BLOCK):
-                        end = min(high, at + _BLOCK)
-                        g, work = (x[: end - at] for x in scratch)
-                        self._gradient(shard, at, end, coefficient, g)
-                        state = {k: v[at:end] for k, v in shard.state.items()}
-                        w = shard.master[at:end]
-                        optimizer.update(w, g, state, lr, step, work)
-                works.append(
-                    self._store.publish(shard, rounded=gpu)
-                )  # travels while the next one is stepped
+                for run_of in self._runs(shard, unused):
+                    if gpu:
+                        self._on_gpu(shard, *run_of, coefficient, step, factor)
+                    else:
+                        self._on_host(shard, *run_of, coefficient, step, factor)
+                # Travels while the next one is stepped.
+                works.append(self._store.publish(shard, rounded=gpu))
         for work in works:
             if work is not None:
                 work.wait()
+
+    def _on_gpu(
+        self,
+        shard: Shard,
+        low: int,
+        high: int,
+        optimizer: Optimizer,
+        coefficient: float,
+        step: int,
+        factor: float,
+    ) -> None:
+        w, grad = shard.master[low:high], shard.grad[low:high]
+        state = {k: v[low:high] for k, v in shard.state.items()}
+        name, numbers = optimizer.on_gpu(optimizer.lr * factor, step)
+        kept = state if "velocity" not in state or "momentum" in numbers else {}
+        used = None if shard.used is shard.master else shard.used[low:high]
+        run(name, w, grad, coefficient, kept, numbers, used)
+
+    def _on_host(
+        self,
+        shard: Shard,
+        low: int,
+        high: int,
+        optimizer: Optimizer,
+        coefficient: float,
+        step: int,
+        factor: float,
+    ) -> None:
+        w, grad = shard.master[low:high], shard.grad[low:high]
+        state = {k: v[low:high] for k, v in shard.state.items()}
+        lr = optimizer.lr * factor
+        if optimizer.fused(w, grad, coefficient, state, lr, step):
+            return
+        xp, size = namespace(w), min(_BLOCK, high - low)
+        scratch = [xp.empty_like(w[:size]) for _ in "gw"]
+        for at in range(low, high, _BLOCK):
+            end = min(high, at + _BLOCK)
+            g, work = (x[: end - at] for x in scratch)
+            self._gradient(shard, at, end, coefficient, g)
+            state = {k: v[at:end] for k, v in shard.state.items()}
+            optimizer.update(shard.master[at:end], g, state, lr, step, work)
 
     def _gradient(self, shard: Shard, low: int, high: int, coefficient: float, out: Any) -> None:
         """A part of the gradient in full precision, unscaled and clipped."""
@@ -102,6 +127,8 @@ class Stepper:
 
     def _runs(self, shard: Shard, unused: frozenset[str]) -> list[tuple[int, int, Optimizer]]:
         """Neighbouring pieces with one optimizer, as one."""
+        if not unused and shard.bucket.index in self._all_runs:
+            return self._all_runs[shard.bucket.index]
         runs: list[tuple[int, int, Optimizer]] = []
         for piece in shard.pieces:
             if piece.name in unused:
@@ -111,6 +138,8 @@ class Stepper:
                 runs[-1] = (runs[-1][0], piece.high, optimizer)
             else:
                 runs.append((piece.low, piece.high, optimizer))
+        if not unused:
+            self._all_runs[shard.bucket.index] = runs
         return runs
 
     def _layerwise(
