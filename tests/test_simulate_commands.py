@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from commands import run
 
-from collectives import cli, simulate
+from collectives import simulate
 from collectives.errors import ConfigError
 from collectives.simulate import comparing, training
 from collectives.simulate.topology import Device, Engine, Fault, Link, Topology
@@ -20,16 +21,6 @@ pytest.importorskip("yaml", reason="topology files need PyYAML")
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench/results"
 GB = 1e9
-
-
-def run(capsys, *arguments):
-    """Exit status, output and errors of a command in this process."""
-    try:
-        status = cli.main([str(a) for a in arguments])
-    except SystemExit as end:
-        status = end.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 # ---- simulate ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 _BLOCK = 64 * 1024
 
 
+_Run = tuple[int, int, Optimizer]  # neighbouring pieces of a shard, and what steps them
+
+
+class _How(NamedTuple):
+    """One step, for all shards: see `Stepper.step`; `step` counts from 1."""
+
+    coefficient: float
+    step: int
+    factor: float
+
+
 class Stepper:
     """Steps shards with optimizers.
 
@@ -34,7 +45,7 @@ class Stepper:
         self._store = store
         self._optimizers = optimizers
         self._number = number
-        self._all_runs: dict[int, list[tuple[int, int, Optimizer]]] = {}  # of buckets, by number
+        self._all_runs: dict[int, list[_Run]] = {}  # of buckets, by number
 
     @property
     def lr(self) -> float:
@@ -55,6 +66,7 @@ class Stepper:
         unused       parameters to be left alone
         """
         step = updates + 1
+        how = _How(coefficient, step, factor)
         works: list[Work | None] = []
         if self._optimizers[0].layerwise:
             self._layerwise(coefficient, unused, step, factor)
@@ -62,57 +74,38 @@ class Stepper:
         else:
             for shard in self._store.shards:
                 gpu = on_gpu(shard.master, shard.grad)
-                for run_of in self._runs(shard, unused):
-                    if gpu:
-                        self._on_gpu(shard, *run_of, coefficient, step, factor)
-                    else:
-                        self._on_host(shard, *run_of, coefficient, step, factor)
+                for part in self._runs(shard, unused):
+                    (self._on_gpu if gpu else self._on_host)(shard, part, how)
                 # Travels while the next one is stepped.
                 works.append(self._store.publish(shard, rounded=gpu))
         for work in works:
             if work is not None:
                 work.wait()
 
-    def _on_gpu(
-        self,
-        shard: Shard,
-        low: int,
-        high: int,
-        optimizer: Optimizer,
-        coefficient: float,
-        step: int,
-        factor: float,
-    ) -> None:
+    def _on_gpu(self, shard: Shard, part: _Run, how: _How) -> None:
+        low, high, optimizer = part
         w, grad = shard.master[low:high], shard.grad[low:high]
         state = {k: v[low:high] for k, v in shard.state.items()}
-        name, numbers = optimizer.on_gpu(optimizer.lr * factor, step)
+        name, numbers = optimizer.on_gpu(optimizer.lr * how.factor, how.step)
         kept = state if "velocity" not in state or "momentum" in numbers else {}
         used = None if shard.used is shard.master else shard.used[low:high]
-        run(name, w, grad, coefficient, kept, numbers, used)
+        run(name, w, grad, how.coefficient, kept, numbers, used)
 
-    def _on_host(
-        self,
-        shard: Shard,
-        low: int,
-        high: int,
-        optimizer: Optimizer,
-        coefficient: float,
-        step: int,
-        factor: float,
-    ) -> None:
+    def _on_host(self, shard: Shard, part: _Run, how: _How) -> None:
+        low, high, optimizer = part
         w, grad = shard.master[low:high], shard.grad[low:high]
         state = {k: v[low:high] for k, v in shard.state.items()}
-        lr = optimizer.lr * factor
-        if optimizer.fused(w, grad, coefficient, state, lr, step):
+        lr = optimizer.lr * how.factor
+        if optimizer.fused(w, grad, how.coefficient, state, lr, how.step):
             return
         xp, size = namespace(w), min(_BLOCK, high - low)
         scratch = [xp.empty_like(w[:size]) for _ in "gw"]
         for at in range(low, high, _BLOCK):
             end = min(high, at + _BLOCK)
             g, work = (x[: end - at] for x in scratch)
-            self._gradient(shard, at, end, coefficient, g)
+            self._gradient(shard, at, end, how.coefficient, g)
             state = {k: v[at:end] for k, v in shard.state.items()}
-            optimizer.update(shard.master[at:end], g, state, lr, step, work)
+            optimizer.update(shard.master[at:end], g, state, lr, how.step, work)
 
     def _gradient(self, shard: Shard, low: int, high: int, coefficient: float, out: Any) -> None:
         """A part of the gradient in full precision, unscaled and clipped."""
@@ -125,11 +118,11 @@ class Stepper:
             out[...] = grad
             out *= coefficient
 
-    def _runs(self, shard: Shard, unused: frozenset[str]) -> list[tuple[int, int, Optimizer]]:
+    def _runs(self, shard: Shard, unused: frozenset[str]) -> list[_Run]:
         """Neighbouring pieces with one optimizer, as one."""
         if not unused and shard.bucket.index in self._all_runs:
             return self._all_runs[shard.bucket.index]
-        runs: list[tuple[int, int, Optimizer]] = []
+        runs: list[_Run] = []
         for piece in shard.pieces:
             if piece.name in unused:
                 continue

@@ -4,16 +4,16 @@ needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from with_torch import torch
 
-torch = pytest.importorskip("torch")
-
-from collectives.array import Stream  # noqa: E402
-from collectives.errors import UnsupportedError  # noqa: E402
-from collectives.torch import moving, streams, transfers  # noqa: E402
+from collectives.array import Stream
+from collectives.errors import UnsupportedError
+from collectives.torch import moving, streams, transfers
 
 pytestmark = pytest.mark.torch
 
@@ -32,6 +32,14 @@ class Sides:
         return SimpleNamespace(_stream="side", _ended=f"event {len(self.used)}")
 
 
+class Operation:
+    """One of a batch, as far as it is looked at, and what torch does for it."""
+
+    def __init__(self, make: Callable[[], Any], *, is_cuda: bool = True) -> None:
+        self.make = make
+        self.tensor = SimpleNamespace(is_cuda=is_cuda)
+
+
 class Group:
     """As much of a process group as sends and receives need."""
 
@@ -45,28 +53,31 @@ class Group:
         assert (device, stream) == ("cuda:1", 7)
         self.said.append([t[1] for t in listed])
 
-    def operation(self, number: int) -> Any:
-        """One of a batch, with rank `number`; it can be called."""
+    def operation(self, number: int) -> Operation:
+        """One of a batch, with rank `number`."""
+        device: Any = "cuda:1"
+        sides: Any = self.sides
+
+        def finish() -> None:
+            self.said.append([f"after {number}"])
 
         def make() -> Any:
-            work = moving.MovedWork([f"tensor {number}"], "cuda:1", number)  # type: ignore[arg-type]
-            finish = lambda: self.said.append([f"after {number}"])  # noqa: E731
+            work = moving.MovedWork([f"tensor {number}"], device, number)
             transfer = (True, number, 0, 0, 0, 0)
             if self.moving.add(transfer, work, finish, f"held {number}"):
-                self.moving.go(self.track, self.sides, "cuda:1")  # type: ignore[arg-type]
+                self.moving.go(self.track, sides, device)
             return work
 
-        make.tensor = SimpleNamespace(is_cuda=True)  # type: ignore[attr-defined]
-        return make
+        return Operation(make)
 
 
-def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-    return [op() for op in p2p_op_list]
+def batch_isend_irecv(p2p_op_list: list[Operation]) -> list[Any]:
+    return [op.make() for op in p2p_op_list]
 
 
 def test_a_batch_goes_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch)
-    alone = group.operation(9)()
+    alone = group.operation(9).make()
     works = batch_isend_irecv([group.operation(q) for q in range(3)])
     assert group.said == [[9], ["after 9"], [0, 1, 2], ["after 0"], ["after 1"], ["after 2"]]
     assert [work.source_rank() for work in (alone, *works)] == [9, 0, 1, 2]
@@ -84,12 +95,7 @@ def test_two_batches_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_host_tensors_of_a_batch_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch)
-
-    def on_host() -> None:
-        return None
-
-    on_host.tensor = SimpleNamespace(is_cuda=False)  # type: ignore[attr-defined]
-    batch_isend_irecv([group.operation(4), on_host])
+    batch_isend_irecv([group.operation(4), Operation(lambda: None, is_cuda=False)])
     assert group.said[0] == [4]
 
 
@@ -99,10 +105,9 @@ def test_a_batch_that_failed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     def fails() -> None:
         raise ValueError("no tensor")
 
-    fails.tensor = SimpleNamespace(is_cuda=True)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="no tensor"):
-        batch_isend_irecv([group.operation(0), fails])
-    group.operation(5)()
+        batch_isend_irecv([group.operation(0), Operation(fails)])
+    group.operation(5).make()
     assert group.said[0] == [5]
 
 

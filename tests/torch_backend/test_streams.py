@@ -7,13 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from with_torch import torch
 
-torch = pytest.importorskip("torch")
-
-from collectives import _core  # noqa: E402
-from collectives.array import Stream  # noqa: E402
-from collectives.torch import base, streams, tensors  # noqa: E402
-from collectives.torch.tracks import Step  # noqa: E402
+from collectives import _core
+from collectives.array import Stream
+from collectives.torch import base, streams, tensors
+from collectives.torch.tracks import Step
 
 pytestmark = pytest.mark.torch
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import numpy as np
 
@@ -85,9 +86,10 @@ def main() -> None:
             try:
                 body(rank, n, port)
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
-                if status:
-                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                sys.stderr.flush()
                 os._exit(status)
         children.append(pid)
     sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
