@@ -189,7 +189,14 @@ class DeviceCommunicator:
     def close(self) -> None: ...
 
 def device_options(
-    algorithm: str, *, blocks: int = 0, chunk: int = 0, lines: bool = False, pull: bool = False
+    algorithm: str,
+    *,
+    blocks: int = 0,
+    threads: int = 0,
+    chunk: int = 0,
+    lines: bool = False,
+    pull: bool = False,
+    bulk: bool = False,
 ) -> object:
     """How calls on device arrays are done, for `DeviceCommunicator.caller`'s call."""
 

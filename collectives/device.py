@@ -256,7 +256,13 @@ class DeviceEngine:
         known = self._options.get((algorithm, how))
         if known is None:
             known = self._options[algorithm, how] = _core.device_options(
-                algorithm, blocks=how.blocks, chunk=how.chunk, lines=how.lines, pull=how.pull
+                algorithm,
+                blocks=how.blocks,
+                threads=how.threads,
+                chunk=how.chunk,
+                lines=how.lines,
+                pull=how.pull,
+                bulk=how.bulk,
             )
         return known
 

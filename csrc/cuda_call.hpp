@@ -141,6 +141,7 @@ struct DeviceWorld {
   Control* control;
   u64 timeout_ns;
   Geometry geometry;
+  bool starts_early;  // the GPU can start kernels before those before them have ended
 };
 
 struct CallHead {
@@ -224,6 +225,9 @@ struct OneShotCall {
   bool alike;    // each rank sends the same to all, and all send as much
   bool reduces;  // else what comes is put where `receive` says
   bool lines;    // else packets
+  u32 threads;   // of a block
+  // The next kernel on the stream may take its places at once, not only when this one is done.
+  bool lets_next_start;
 };
 
 // How a rank gets the others' contributions to its share, and how they get the result.
@@ -248,6 +252,7 @@ struct TwoShotCall {
   Share share[kMaxRanks];
   u64 block_bytes, chunk_bytes;  // of a share: what a block has, what a message carries
   u32 chunks;                    // of a block
+  bool bulk;                     // by bulk copies: nothing goes through FIFOs, all is aligned to 16
 };
 
 struct ExchangeCall {
@@ -296,6 +301,10 @@ struct OneShotResidency {
 };
 int one_shot_residency(OneShotResidency* blocks);
 int two_shot_residency(int* blocks);
+// For kernels that make bulk copies, on this GPU: those before Hopper cannot.
+int allow_bulk();
+// Has the call a kernel for its arithmetic alone?
+bool two_shot_is_fast(const TwoShotCall& call);
 int exchange_residency(int* blocks);
 int transfer_residency(int* blocks);
 // Loads all kernels now; blocks that one multiprocessor holds at a time, of any kernel and of the

@@ -24,11 +24,16 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
                                             " ranks, not " + std::to_string(config.nranks));
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
-  int each = 0, processors = 0;
+  int each = 0, capability = 0;
   OneShotResidency one_shot{};
   check_cuda(static_cast<cudaError_t>(load_kernels(&each, &one_shot)), "loading the kernels");
   check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, config.device),
              "cudaDeviceGetAttribute");
+  check_cuda(
+      cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, config.device),
+      "cudaDeviceGetAttribute");
+  hopper = capability >= 9;
+  if (hopper) check_cuda(static_cast<cudaError_t>(allow_bulk()), "cudaFuncSetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.
   const int sharing = std::max(1, config.sharing);
   one_shot_blocks = {one_shot.whole * processors / sharing, one_shot.shares * processors / sharing};
@@ -238,6 +243,7 @@ void DeviceCommunicator::open(const std::vector<std::string>& handles, int block
         others, [&m](const ProcessWatch::Process& p) { m.died(p.rank, p.pid); });
   m.blocks = blocks;
   m.world.rank = m.config.rank;
+  m.world.starts_early = m.hopper;
   m.world.nranks = m.config.nranks;
   for (int q = 0; q < m.config.nranks; ++q) m.world.arena[q] = m.arenas->all()[q];
   void* mapped = nullptr;

@@ -9,7 +9,11 @@ using namespace device;
 
 namespace {
 
-constexpr int kOneShotBlocks = 256;  // packets need all of them for 1 MiB, lines for 2 MiB
+// Threads of a kernel: packets need all of them for 1 MiB, lines for 2 MiB.
+constexpr u64 kOneShotThreads = u64(256) * kThreads;
+// A kernel that has its places while the one before it still waits takes room that others may need:
+// only where both are small, an eighth of an H200.
+constexpr u64 kEarlyThreads = u64(64) * kThreads;
 constexpr u64 kExchangeChunkBytes = 64 << 10;
 // What a block of direct_two_shot has at least, of a share.
 constexpr u64 kMinBlockBytes = 4 << 10;
@@ -157,13 +161,18 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   c.reduces = reduces(call.collective);
   c.lines = path.kind == DirectPath::Kind::lines;
   share_out(call, config.rank, config.nranks, c);
-  const u64 threads = u64{c.parcels} * (c.lines ? kLineThreads : 1);
+  const u64 hands = u64{c.parcels} * (c.lines ? kLineThreads : 1);
   // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
   const bool whole = c.reduces && c.alike;
-  int most = std::min(kOneShotBlocks, whole ? one_shot_blocks.whole : one_shot_blocks.shares);
-  if (config.max_blocks > 0) most = std::min(most, config.max_blocks);
-  if (options.blocks > 0) most = std::min(most, options.blocks);
-  made->grid = static_cast<int>(std::min<u64>(most, (threads + kThreads - 1) / kThreads));
+  const int largest = whole ? kWholeThreads : kThreads;
+  c.threads = options.threads > 0 ? std::min(options.threads, largest) : kThreads;
+  const u64 resident = u64(whole ? one_shot_blocks.whole : one_shot_blocks.shares) *
+                       static_cast<u64>(largest) / c.threads;
+  u64 most = std::min<u64>(kOneShotThreads / c.threads, resident);
+  if (config.max_blocks > 0) most = std::min(most, u64(config.max_blocks));
+  if (options.blocks > 0) most = std::min(most, u64(options.blocks));
+  made->grid = static_cast<int>(std::min<u64>(most, (hands + c.threads - 1) / c.threads));
+  c.lets_next_start = config.sharing == 1 && u64(made->grid) * c.threads <= kEarlyThreads;
 }
 
 void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call& call,
@@ -209,6 +218,22 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
   }
   c.chunks = static_cast<u32>((c.block_bytes + c.chunk_bytes - 1) / c.chunk_bytes);
   made->grid = grid;
+  c.bulk = options.bulk && can_copy_in_bulk(call, c, grid);
+}
+
+// All ranks need not answer alike: the signals are the same.
+bool DeviceCommunicator::Impl::can_copy_in_bulk(const Call& call, const TwoShotCall& c,
+                                                int grid) const {
+  if (!hopper || c.gather == Gather::push || c.spread == Spread::push) return false;
+  if (c.gather != Gather::none && !two_shot_is_fast(c)) return false;
+  // A block has a multiprocessor's shared memory for itself.
+  if (grid * std::max(1, config.sharing) > processors) return false;
+  const auto is_aligned = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; };
+  bool aligned = is_aligned(call.input) && is_aligned(call.output) &&
+                 c.share[config.rank].begin % 16 == 0;
+  for (int q = 0; q < config.nranks; ++q)
+    aligned = aligned && is_aligned(c.inputs[q]) && is_aligned(c.outputs[q]);
+  return aligned;
 }
 
 void DeviceCommunicator::Impl::prepare_pairs(const Call& call, const DeviceOptions& options,

@@ -120,6 +120,7 @@ struct DeviceCommunicator::Impl {
   void prepare_shares(const device::DirectPath& path, const Call& call,
                       const DeviceOptions& options, const device::CallHead& head,
                       const device::Arithmetic& arithmetic, device::Prepared* made);
+  bool can_copy_in_bulk(const Call& call, const device::TwoShotCall& c, int grid) const;
   void prepare_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
                      device::Prepared* made);
   void prepare_program(const Call& call, const DeviceOptions& options, const device::CallHead& head,
@@ -127,6 +128,8 @@ struct DeviceCommunicator::Impl {
 
   DeviceConfig config;
   int blocks = 0;  // of kernels whose blocks speak with their like on all ranks
+  int processors = 0;     // of the GPU
+  bool hopper = false;    // or later: bulk copies, and kernels that start early
   device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
   cudaStream_t stream = nullptr;       // private: set-up only

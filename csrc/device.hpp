@@ -41,16 +41,18 @@ struct DeviceConfig {
 };
 
 struct DeviceOptions {
-  // Equal only where algorithm, blocks, chunk, lines and pull are; 0: calls are not remembered.
+  // Equal only where algorithm, blocks, threads, chunk, lines, pull and bulk are; 0: calls are not remembered.
   std::uint64_t id = 0;
   std::string algorithm;
   Order order = Order::any;
   double factor[2] = {1, 0};  // premul_sum
   // How, where an algorithm has a kernel made by hand (equal on all ranks):
   int blocks = 0;           // at most; 0: as many as there are
+  int threads = 0;          // of a block of direct_one_shot; 0: as many as it may have
   std::uint64_t chunk = 0;  // of direct_two_shot: bytes of a message; 0: as much as a slot takes
   bool lines = false;       // direct_one_shot in lines of 128 bytes, where links keep them whole
   bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
+  bool bulk = false;        // and then through shared memory, by bulk copies, where GPUs make them
 };
 
 // A send, or a receive.

@@ -186,17 +186,20 @@ struct Flags {
         second(static_cast<u32>(epoch >> 32) << 20 | (call.head.hash & 0xfffffu)) {}
 };
 
-// How units travel: kUnits of a thread in each parcel, which kHands threads of a warp, that go
-// together, handle.
+// How units travel: kUnits of a thread in each parcel, which kHands threads of a warp handle.
 struct Packets {
   static constexpr int kHands = 1, kUnits = 1;
+
+  // Of the threads that go together, the one with the lowest parcel: as far behind this one.
+  __device__ u64 ahead() const { return 0; }
 
   // Where a unit lies, in bytes, in what a pair of ranks exchanges.
   __device__ u64 at(u64 number, int) const { return number * 8; }
   __device__ bool carries(int) const { return true; }
   __device__ bool any(bool leave) const { return leave; }
-  __device__ void send(const DeviceWorld& world, int to, int parity, u64 number, const u64* unit,
-                       const Flags& flags) const {
+  __device__ void send(const DeviceWorld& world, int to, int parity, u64 number, bool is_any,
+                       const u64* unit, const Flags& flags) const {
+    if (!is_any) return;
     store_packet(packets_of(world, to, world.rank, parity) + number, unit[0], flags.first,
                  flags.second);
   }
@@ -209,39 +212,41 @@ struct Packets {
   }
 };
 
-// Each of the eight threads has two units, but the last one: it has one, and the flags.
+// Each of the eight threads has two units, but the last one: it has one, and the flags. A warp goes
+// through its four lines together: apart, they would take turns.
 struct Lines {
   static constexpr int kHands = kLineThreads, kUnits = 2;
+  static constexpr u32 kTogether = 0xffffffffu;
   const int lane = static_cast<int>(threadIdx.x % kLineThreads);
   const bool last = lane == kLineThreads - 1;
-  const u32 together = 0xffu << (threadIdx.x % 32 - lane);
 
+  __device__ u64 ahead() const { return threadIdx.x % 32 / kLineThreads; }
   __device__ u64 at(u64 number, int u) const { return (number * kLineUnits + lane * 2 + u) * 8; }
   __device__ bool carries(int u) const { return u == 0 || !last; }
-  __device__ bool any(bool leave) const { return __any_sync(together, leave) != 0; }
+  __device__ bool any(bool leave) const { return __any_sync(kTogether, leave) != 0; }
   __device__ static u64 flag_of(const Flags& flags) {
     return static_cast<u64>(flags.second) << 32 | flags.first;
   }
-  __device__ void send(const DeviceWorld& world, int to, int parity, u64 number, const u64* unit,
-                       const Flags& flags) const {
-    store_line(lines_of(world, to, world.rank, parity) + number, lane, together,
+  __device__ void send(const DeviceWorld& world, int to, int parity, u64 number, bool is_any,
+                       const u64* unit, const Flags& flags) const {
+    store_line(lines_of(world, to, world.rank, parity) + number, lane, kTogether, is_any,
                {unit[0], last ? flag_of(flags) : unit[1]});
   }
   __device__ bool receive(const DeviceWorld& world, int from, int parity, u64 number, u64* unit,
                           const Flags& flags, u64& seen) const {
     const LinePart part =
-        load_line(lines_of(world, world.rank, from, parity) + number, lane, together);
+        load_line(lines_of(world, world.rank, from, parity) + number, lane, kTogether);
     unit[0] = part.low;
     unit[1] = part.high;
-    seen = __shfl_sync(together, part.high, kLineThreads - 1, kLineThreads);
-    return seen == flag_of(flags);
+    seen = __shfl_sync(kTogether, part.high, kLineThreads - 1, kLineThreads);
+    return __all_sync(kTogether, seen == flag_of(flags)) != 0;
   }
 };
 
 // all_reduce: every rank sends all it has to everybody, which is known when the kernel is compiled,
 // and saves a tenth of the time.
 struct Whole {
-  static constexpr int kAhead = 1;
+  static constexpr int kAhead = 1, kMostThreads = kWholeThreads;
   __device__ bool alike(const OneShotCall&) const { return true; }
   __device__ const Parcels& sent(const OneShotCall& call, int) const { return call.send[0]; }
   __device__ const Parcels& received(const OneShotCall& call, int) const { return call.receive[0]; }
@@ -250,6 +255,7 @@ struct Whole {
 template <bool kCanBeAlike>
 struct Each {
   static constexpr int kAhead = 4;  // parcels to different peers whose data are loaded at once
+  static constexpr int kMostThreads = kThreads;
   __device__ bool alike(const OneShotCall& call) const { return kCanBeAlike && call.alike; }
   __device__ const Parcels& sent(const OneShotCall& call, int q) const { return call.send[q]; }
   __device__ const Parcels& received(const OneShotCall& call, int q) const {
@@ -258,7 +264,7 @@ struct Each {
 };
 
 template <class Carrier, class Work, class Shares>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(Shares::kMostThreads)
     one_shot_kernel(const __grid_constant__ OneShotCall call) {
   constexpr int kUnits = Carrier::kUnits, kAhead = Shares::kAhead;
   const Shares shares{};
@@ -287,6 +293,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   };
+  if (call.lets_next_start) let_next_start();
+  wait_for_previous();
   // The first loads are in flight together with those of the entry.
   if (number < call.parcels) load(0);
   const Entry entry = enter(world);
@@ -295,23 +303,25 @@ __global__ void __launch_bounds__(kThreads)
   const Flags flags(call, epoch);
   LookAround slow{call, epoch};
   bool failed = carrier.any(has_left(world, entry));
-  while (number < call.parcels && !failed) {
+  while (number - carrier.ahead() < call.parcels && !failed) {
+    const bool is_any = number < call.parcels;
     u64 own[kUnits];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) own[u] = contribution<Work>(call, raw[0][u]);
     if (alike) {
-      for (int k = 1; k < n; ++k) carrier.send(world, peer(k), parity, number, own, flags);
+      for (int k = 1; k < n; ++k) carrier.send(world, peer(k), parity, number, is_any, own, flags);
     } else {
       for (int from = 0; from < n; from += kAhead) {
         if (from != 0) load(from);
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
           const int k = from + a;
-          if (k == 0 || k >= n || number >= shares.sent(call, peer(k)).parcels) continue;
+          if (k == 0 || k >= n) continue;
+          const bool sends = number < shares.sent(call, peer(k)).parcels;
           u64 theirs[kUnits];
 #pragma unroll
           for (int u = 0; u < kUnits; ++u) theirs[u] = contribution<Work>(call, raw[a][u]);
-          carrier.send(world, peer(k), parity, number, theirs, flags);
+          carrier.send(world, peer(k), parity, number, sends, theirs, flags);
         }
       }
     }
@@ -321,8 +331,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) theirs[u] = own[u];
       if (q != rank) {
-        const u64 wanted =
-            alike ? number : min(number, static_cast<u64>(shares.received(call, q).parcels) - 1);
+        const u64 wanted = min(number, static_cast<u64>(shares.received(call, q).parcels) - 1);
         const Waiting what{Phase::packet, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
         const auto ready = [&](u64& seen) {
           return carrier.receive(world, q, parity, wanted, theirs, flags, seen);
@@ -374,7 +383,7 @@ int residency_reducing(int* blocks) {
                                     one_shot_kernel<Carrier, Combination<Bfloat16Sum>, Shares>,
                                     one_shot_kernel<Carrier, Combination<Float16Sum>, Shares>,
                                     one_shot_kernel<Carrier, Combination<void>, Shares>},
-                                   blocks);
+                                   blocks, Shares::kMostThreads);
 }
 
 template <class Carrier>
@@ -392,8 +401,8 @@ int residency(OneShotResidency* blocks) {
 }  // namespace
 
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
-  return launch(call.lines ? kernel_of<Lines>(call) : kernel_of<Packets>(call), {blocks, kThreads},
-                stream, call);
+  return launch(call.lines ? kernel_of<Lines>(call) : kernel_of<Packets>(call),
+                {blocks, static_cast<int>(call.threads), call.world.starts_early}, stream, call);
 }
 
 int one_shot_residency(OneShotResidency* blocks) {

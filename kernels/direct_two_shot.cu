@@ -20,6 +20,7 @@
 //
 // Cost: two crossings of the link, about 6 µs with the start; 2 (n - 1) / n S bytes sent; none are
 // copied twice on the link. Through FIFOs each byte is also written to and read from own memory.
+#include "bulk.cuh"
 #include "cuda_call.hpp"
 #include "fifo.cuh"
 #include "jobs.cuh"
@@ -31,6 +32,7 @@ namespace {
 struct Shared {
   Job combine[2];  // of this chunk, and of the next
   FifoNumbers numbers;
+  BulkLandings landings;
 };
 
 // Made for each of the accumulators whose speed counts, and once for any other (void).
@@ -104,7 +106,13 @@ class TwoShot : public FifoEnds {
     const Job& job = shared_.combine[c & 1];
     if (job.bytes != 0 && job.ndst != 0) {
       if (call_.gather == Gather::none) {
-        copy_job(job);
+        if (call_.bulk)
+          BulkJob<void>(job, call_.arithmetic, shared_.landings).run();
+        else
+          copy_job(job);
+      } else if (call_.bulk) {
+        if constexpr (!__is_same(A, void))
+          BulkJob<A>(job, call_.arithmetic, shared_.landings).run();
       } else if constexpr (__is_same(A, void)) {
         reduce_(job, call_.arithmetic);
       } else {
@@ -203,13 +211,28 @@ Kernel kernel_of(const TwoShotCall& call) {
 }  // namespace
 
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
-  return launch(kernel_of(call), {blocks, kThreads}, stream, call);
+  const int shared_bytes = call.bulk ? kBulkBytes : 0;
+  return launch(kernel_of(call), {blocks, kThreads, call.world.starts_early, shared_bytes}, stream,
+                call);
 }
 
-int two_shot_residency(int* blocks) {
-  return residency_of<TwoShotCall>({two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>,
-                                    two_shot_kernel<Float16Sum>, two_shot_kernel<void>},
-                                   blocks);
+namespace {
+const auto kKernels = {two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>,
+                       two_shot_kernel<Float16Sum>, two_shot_kernel<void>};
+}
+
+int two_shot_residency(int* blocks) { return residency_of<TwoShotCall>(kKernels, blocks); }
+
+int allow_bulk() {
+  for (const Kernel kernel : kKernels)
+    if (const int error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes))
+      return error;
+  return cudaSuccess;
+}
+
+bool two_shot_is_fast(const TwoShotCall& call) {
+  return kernel_of(call) != Kernel{two_shot_kernel<void>} && !call.arithmetic.scaled;
 }
 
 }  // namespace collectives::device

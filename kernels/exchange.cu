@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream) {
-  return launch(exchange_kernel, {blocks, kThreads}, stream, call);
+  return launch(exchange_kernel, {blocks, kThreads, call.world.starts_early}, stream, call);
 }
 
 int exchange_residency(int* blocks) {

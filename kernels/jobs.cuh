@@ -21,42 +21,60 @@ __device__ void finish_value(A& value, const Job& job) {
   if (job.divisor != 1) value.divide(job.divisor);
 }
 
-// Units are computed in the order of memory; a pack is two units of 8 bytes or one of 16.
+// A pack in the making: two units of 8 bytes or one of 16, in the order of memory.
+template <class A>
+class PackSum {
+ public:
+  __device__ __forceinline__ void load(const ulonglong2& raw) {
+    const Pack pack = *reinterpret_cast<const Pack*>(&raw);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) value_[u].load(pack.unit[u]);
+  }
+  __device__ __forceinline__ void add(const ulonglong2& raw) {
+    const Pack pack = *reinterpret_cast<const Pack*>(&raw);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      A operand;
+      operand.load(pack.unit[u]);
+      value_[u].combine(operand);
+    }
+  }
+  __device__ __forceinline__ ulonglong2 finish(const Job& job) {
+    Pack pack;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      finish_value(value_[u], job);
+      pack.unit[u] = value_[u].store();
+    }
+    return *reinterpret_cast<const ulonglong2*>(&pack);
+  }
+
+ private:
+  static constexpr int kUnits = 16 / sizeof(typename A::Unit);
+  struct Pack {
+    typename A::Unit unit[kUnits];
+  };
+  A value_[kUnits];
+};
+
 template <class A, int kPacks>
 __device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
-  using Unit = typename A::Unit;
-  constexpr int kUnits = 16 / sizeof(Unit);
-  struct Pack {
-    Unit unit[kUnits];
-  };
   const auto load = [&](int source, ulonglong2* raw) {
     const ulonglong2* from = reinterpret_cast<const ulonglong2*>(job.src[source]);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) raw[k] = __ldcg(from + at + k * kThreads);
   };
-  A value[kPacks][kUnits];
+  PackSum<A> sum[kPacks];
   const auto add = [&](const ulonglong2* raw) {
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const Pack pack = *reinterpret_cast<const Pack*>(&raw[k]);
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        A operand;
-        operand.load(pack.unit[u]);
-        value[k][u].combine(operand);
-      }
-    }
+    for (int k = 0; k < kPacks; ++k) sum[k].add(raw[k]);
   };
   // The loads of two sources are in flight at once: a peer's take 1.5 µs.
   ulonglong2 first[kPacks], next[kPacks];
   load(0, first);
   if (job.nsrc > 1) load(1, next);
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    const Pack pack = *reinterpret_cast<const Pack*>(&first[k]);
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) value[k][u].load(pack.unit[u]);
-  }
+  for (int k = 0; k < kPacks; ++k) sum[k].load(first[k]);
   if (job.nsrc > 1) add(next);
   for (int s = 2; s < job.nsrc; ++s) {
     load(s, next);
@@ -64,20 +82,16 @@ __device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
   }
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
-    Pack pack;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      finish_value(value[k][u], job);
-      pack.unit[u] = value[k][u].store();
-    }
+    const ulonglong2 result = sum[k].finish(job);
     for (int d = 0; d < job.ndst; ++d)
-      reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kThreads] =
-          *reinterpret_cast<const ulonglong2*>(&pack);
+      reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kThreads] = result;
   }
 }
 
+// From the byte `begin` on, a multiple of 16, which may not be 0 only where all is aligned to 16.
 template <class A>
-__device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithmetic) {
+__device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithmetic,
+                                       u64 begin = 0) {
   using F = typename A::FormatType;
   // More packs in flight for the sums that are hot. (Each instance costs seconds to compile.)
   constexpr int kPacks = A::kSum && !F::kComplex && F::kParts <= 4 ? (F::kParts == 4 ? 2 : 4) : 1;
@@ -85,7 +99,7 @@ __device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithme
   for (int s = 0; s < job.nsrc; ++s) aligned = aligned && aligned_to(job.src[s], 16);
   for (int d = 0; d < job.ndst; ++d) aligned = aligned && aligned_to(job.dst[d], 16);
   const u64 packs = aligned ? job.bytes / 16 : 0;
-  u64 at = threadIdx.x;
+  u64 at = begin / 16 + threadIdx.x;
   for (; at + (kPacks - 1) * kThreads < packs; at += kPacks * kThreads)
     reduce_packs<A, kPacks>(job, at);
   if constexpr (kPacks > 1)

@@ -54,15 +54,19 @@ class Launch:
     """How a kernel made by hand does a call.
 
     blocks  thread blocks at most; 0: all that the communicator may take
+    threads of a block of direct_one_shot; 0: 512
     chunk   bytes of a message of direct_two_shot; 0: as much as a slot takes
     lines   direct_one_shot in lines of 128 bytes, not in packets of 16
     pull    direct_two_shot on symmetric buffers reads the peers' contributions
+    bulk    and then copies in bulk through shared memory, where the GPU can: few blocks fill the link
     """
 
     blocks: int = 0
+    threads: int = 0
     chunk: int = 0
     lines: bool = False
     pull: bool = False
+    bulk: bool = False
 
 
 _PLAIN = Launch()

@@ -64,15 +64,17 @@ __device__ inline Packet load_packet(const Packet* p) {
 }
 
 // 128 bytes that eight threads of a warp store and load at once, two words each; the last word is
-// the flag. `together` is their mask.
+// the flag. `together` is the mask of all that come here at once, `is_any` that a thread has a line.
 struct alignas(128) Line {
   u64 word[16];
 };
 struct LinePart {
   u64 low, high;
 };
-__device__ inline void store_line(Line* line, int lane, u32 together, const LinePart& part) {
+__device__ inline void store_line(Line* line, int lane, u32 together, bool is_any,
+                                  const LinePart& part) {
   __syncwarp(together);  // one access of all eight
+  if (!is_any) return;
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(&line->word[lane * 2]),
                "l"(part.low), "l"(part.high)
                : "memory");
@@ -86,6 +88,111 @@ __device__ inline LinePart load_line(const Line* line, int lane, u32 together) {
                : "memory");
   return part;
 }
+
+// ---- kernels that follow each other -------------------------------------------------------------
+
+// Of kernels that are launched early (launch.cuh): GPUs before Hopper know none.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Once a thread of each block has said it.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// ---- bulk copies between shared and global memory, by a unit of the multiprocessor --------------
+//
+// GPUs before Hopper have none, and are never asked for them.
+
+// Where bulk loads land: an mbarrier.
+struct Landing {
+  u64 word;
+};
+
+// Shared memory beyond what a kernel declares: as much as it was launched with.
+__device__ inline unsigned char* bulk_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
+#if __CUDA_ARCH__ >= 900
+__device__ inline u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+// A phase ends when so many threads have arrived, and all bytes that they expected have come.
+__device__ inline void open_landing(Landing* landing, u32 threads) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(landing)), "r"(threads));
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void arrive(Landing* landing) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(landing)) : "memory");
+}
+// Arrives, and expects bytes.
+__device__ inline void expect_bytes(Landing* landing, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(landing)),
+               "r"(bytes)
+               : "memory");
+}
+// Has the phase of this parity ended? (A phase's parity is that of the number of those before it.)
+__device__ inline bool has_landed(Landing* landing, u32 parity) {
+  u32 landed;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(landed)
+      : "r"(shared_address(landing)), "r"(parity)
+      : "memory");
+  return landed != 0;
+}
+__device__ inline void bulk_load(unsigned char* to, const unsigned char* from, u32 bytes,
+                                 Landing* landing) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(landing))
+      : "memory");
+}
+__device__ inline void bulk_store(unsigned char* to, const unsigned char* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+// A thread's stores since the last one are a group.
+__device__ inline void end_bulk_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the shared memory of all groups but the last kLeft has been read.
+template <int kLeft>
+__device__ inline void wait_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+// Waits until all that this thread has stored in bulk is written.
+__device__ inline void wait_bulk_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+// Bulk copies that are started later come after what this thread has seen, and stored to shared
+// memory.
+__device__ inline void bulk_after_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void bulk_after_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#else
+__device__ inline void open_landing(Landing*, u32) {}
+__device__ inline void arrive(Landing*) {}
+__device__ inline void expect_bytes(Landing*, u32) {}
+__device__ inline bool has_landed(Landing*, u32) { return true; }
+__device__ inline void bulk_load(unsigned char*, const unsigned char*, u32, Landing*) {}
+__device__ inline void bulk_store(unsigned char*, const unsigned char*, u32) {}
+__device__ inline void end_bulk_group() {}
+template <int kLeft>
+__device__ inline void wait_bulk_read() {}
+__device__ inline void wait_bulk_written() {}
+__device__ inline void bulk_after_all() {}
+__device__ inline void bulk_after_shared() {}
+#endif
 
 // ---- time ---------------------------------------------------------------------------------------
 

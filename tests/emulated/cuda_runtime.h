@@ -18,6 +18,7 @@
 
 #include "cuda_runtime_api.h"
 #include "fibers.hpp"
+#include "machine.hpp"
 
 #define __device__
 #define __global__
@@ -119,7 +120,13 @@ inline int __all_sync(unsigned mask, int own) { return __ballot_sync(mask, own) 
 
 // ---- launches -----------------------------------------------------------------------------------
 
-struct cudaLaunchAttribute;
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   std::size_t dynamicSmemBytes;
@@ -141,10 +148,15 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*
   attributes->numRegs = 32;
   return cudaSuccess;
 }
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <class... Parameters>
+inline cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
 template <class... Parameters>
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,
-                                                                 void (*)(Parameters...), int,
-                                                                 std::size_t) {
-  *blocks = emulated::kBlocksOfProcessor;
+                                                                 void (*)(Parameters...),
+                                                                 int threads, std::size_t) {
+  *blocks = max(1, emulated::kBlocksOfProcessor * collectives::device::kThreads / threads);
   return cudaSuccess;
 }

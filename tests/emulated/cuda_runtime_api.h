@@ -47,7 +47,10 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyDefault
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75
+};
 enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported = 3 };
 enum cudaMemoryType {
   cudaMemoryTypeUnregistered,

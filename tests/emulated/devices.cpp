@@ -111,9 +111,15 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int device) {
-  if (what != cudaDevAttrMultiProcessorCount) return fail(cudaErrorInvalidValue);
-  *value = processors(device);
-  return cudaSuccess;
+  switch (what) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = processors(device);
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+  }
+  return fail(cudaErrorInvalidValue);
 }
 cudaError_t cudaDeviceGetPCIBusId(char* words, int length, int device) {
   std::snprintf(words, static_cast<std::size_t>(length), "0000:%02x:00.0", device);

@@ -1,7 +1,11 @@
 // kernels/nvidia/primitives.cuh for a host compiler: the same names, with the same memory orders.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <cstring>
+#include <deque>
+#include <vector>
 
 #include "cuda_call.hpp"
 
@@ -45,12 +49,12 @@ struct alignas(128) Line {
 struct LinePart {
   u64 low, high;
 };
-inline void store_line(Line* line, int lane, u32 together, const LinePart& part) {
+inline void store_line(Line* line, int lane, u32 together, bool is_any, const LinePart& part) {
   u64* const words = &line->word[lane * 2];
-  if (lane != 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELAXED);
-  __atomic_store_n(&words[0], part.low, __ATOMIC_RELAXED);
+  if (is_any && lane != 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELAXED);
+  if (is_any) __atomic_store_n(&words[0], part.low, __ATOMIC_RELAXED);
   __syncwarp(together);
-  if (lane == 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELEASE);
+  if (is_any && lane == 7) __atomic_store_n(&words[1], part.high, __ATOMIC_RELEASE);
 }
 inline LinePart load_line(const Line* line, int lane, u32 together) {
   const u64* const words = &line->word[lane * 2];
@@ -61,6 +65,79 @@ inline LinePart load_line(const Line* line, int lane, u32 together) {
   if (lane != 7) part.high = __atomic_load_n(&words[1], __ATOMIC_RELAXED);
   return part;
 }
+
+// A kernel starts when the one before it has ended.
+inline void wait_for_previous() {}
+inline void let_next_start() {}
+
+// Bulk copies are late: loads are made when somebody looks for them, stores when somebody waits for
+// them. A block is one OS thread, so its copies are variables of that.
+struct Landing {
+  u64 ended;  // phases
+  u32 threads, missing, expected;
+};
+struct BulkCopy {
+  unsigned char* to;
+  const unsigned char* from;
+  u32 bytes;
+  Landing* landing;
+};
+inline thread_local std::vector<BulkCopy> bulk_loads;
+inline thread_local std::deque<std::vector<BulkCopy>> bulk_groups{{}};  // the last is open
+
+inline unsigned char* bulk_memory() {
+  alignas(128) static thread_local unsigned char memory[kBulkBytes];
+  return memory;
+}
+inline void open_landing(Landing* landing, u32 threads) { *landing = {0, threads, threads, 0}; }
+inline void end_phase(Landing* landing) {
+  if (landing->missing != 0 || landing->expected != 0) return;
+  ++landing->ended;
+  landing->missing = landing->threads;
+}
+inline void arrive(Landing* landing) {
+  --landing->missing;
+  end_phase(landing);
+}
+inline void expect_bytes(Landing* landing, u32 bytes) {
+  landing->expected += bytes;
+  arrive(landing);
+}
+inline bool has_landed(Landing* landing, u32 parity) {
+  std::vector<BulkCopy> left;
+  for (const BulkCopy& load : bulk_loads) {
+    if (load.landing != landing) {
+      left.push_back(load);
+      continue;
+    }
+    std::memcpy(load.to, load.from, load.bytes);
+    landing->expected -= load.bytes;
+    end_phase(landing);
+  }
+  bulk_loads = std::move(left);
+  return (landing->ended & 1) != parity;
+}
+inline void bulk_load(unsigned char* to, const unsigned char* from, u32 bytes, Landing* landing) {
+  bulk_loads.push_back({to, from, bytes, landing});
+}
+inline void bulk_store(unsigned char* to, const unsigned char* from, u32 bytes) {
+  bulk_groups.back().push_back({to, from, bytes, nullptr});
+}
+inline void end_bulk_group() { bulk_groups.emplace_back(); }
+template <int kLeft>
+inline void wait_bulk_read() {
+  while (bulk_groups.size() > kLeft + 1) {
+    for (const BulkCopy& store : bulk_groups.front())
+      std::memcpy(store.to, store.from, store.bytes);
+    bulk_groups.pop_front();
+  }
+}
+inline void wait_bulk_written() {
+  wait_bulk_read<0>();
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+inline void bulk_after_all() {}
+inline void bulk_after_shared() {}
 
 inline u64 clock_ns() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(

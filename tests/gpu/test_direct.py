@@ -27,6 +27,8 @@ TWO_SHOT = {
     "push": Launch(chunk=4096),
     "pull": Launch(pull=True),
     "few": Launch(pull=True, blocks=1),
+    "bulk": Launch(pull=True, bulk=True),
+    "few in bulk": Launch(pull=True, blocks=1, bulk=True),
 }
 COUNTS = (1, 3, 14, 15, 16, 17, 30, 31, 257, 1000, 4099, 20011)
 
@@ -228,7 +230,7 @@ def two_shot_cases(n: int) -> list[Case]:
 @pytest.mark.parametrize("how", TWO_SHOT)
 def test_two_shot(monkeypatch: pytest.MonkeyPatch, how: str, symmetric: bool, n: int) -> None:
     """Shares through FIFOs, pulled and written, on ordinary arrays and in symmetric buffers."""
-    if how == "pull" and not symmetric:
+    if TWO_SHOT[how].pull and how != "few" and not symmetric:
         pytest.skip("only in symmetric buffers is there something to pull from")
     monkeypatch.setattr(engines, "device_launch", lambda *_: TWO_SHOT[how])
     run_all(two_shot_cases(n), n, symmetric)
