@@ -285,6 +285,30 @@ def test_tune_in_words(capsys, arguments, expected):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["a folder", "below a file", "other hardware"])
+def test_tune_finds_out_before_it_measures_that_it_cannot_write(
+    capsys, monkeypatch, tmp_path, place
+):
+    from collectives.cli import tune as command
+
+    path = tmp_path / "table.json"
+    if place == "a folder":
+        path.mkdir()
+    elif place == "below a file":
+        path.touch()
+        path /= "table.json"
+    else:
+        tables.save(path, {"cpu": "another"}, "mpi 0,1", {"choices": {}, "figures": {}, "rows": []})
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it measured"))
+    assert tune("--threads", "2", "--collective", "all_gather", "-o", str(path), *TINY) == 2
+    err = capsys.readouterr().err
+    if place == "other hardware":
+        assert "hardware" in err
+    else:
+        assert "cannot be" in err and str(path) in err and "Errno" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
+
+
 @pytest.mark.mpi
 def test_ranks_of_mpi_find_the_table(tmp_path):
     path = tmp_path / "table.json"
