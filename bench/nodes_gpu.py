@@ -179,10 +179,11 @@ class Bench:
         found["wire"] = (bare(collective, nbytes), None)
         return found
 
-    def verify(self, collective: str, name: str, way: Way, on: Arrays) -> int:
-        """How many elements are wrong, on all ranks together."""
-        x, out = given(collective, on.x.size), np.full(on.out.size, -2, np.float32)
-        for array, values in ((on.out, out), (on.x, x)):
+    def verify(self, name: str, way: Way, on: Arrays, data: Arrays) -> int:
+        """How many elements are wrong, on all ranks together; `data` has the input and what must
+        come out.
+        """
+        for array, values in ((on.out, np.full(on.out.size, -2, np.float32)), (on.x, data.x)):
             if isinstance(array, np.ndarray):
                 array[:] = values
             else:
@@ -193,12 +194,9 @@ class Bench:
         self.stream.synchronize()
         self.comm.synchronize()
         got = on.out if isinstance(on.out, np.ndarray) else on.out.get()
-        block = on.x.size if collective == "all_gather" else on.out.size
-        block //= WORLD.size if collective == "all_to_all" else 1
-        wrong = int((got != expected(collective, on.out.size, block)).sum())
-        total = int(WORLD.allreduce(wrong))
+        total = int(WORLD.allreduce(int((got != data.out).sum())))
         if total and WORLD.rank == 0:
-            print(f"{collective}, {name}: {total} wrong elements", file=sys.stderr, flush=True)
+            print(f"{name}: {total} wrong elements", file=sys.stderr, flush=True)
         return total
 
     def window(self, way: Way, calls: int) -> float:
@@ -214,8 +212,11 @@ class Bench:
         """Verifies, then times. Collective."""
         with self.stream:
             ways = self.ways(collective, nbytes)
+            counts = elements(collective, nbytes)
+            block = min(counts) if collective != "all_to_all" else counts[0] // WORLD.size
+            data = Arrays(given(collective, counts[0]), expected(collective, counts[1], block))
             wrong = {
-                name: self.verify(collective, name, way, on)
+                name: self.verify(f"{collective} of {nbytes} bytes, {name}", way, on, data)
                 for name, (way, on) in ways.items()
                 if on is not None
             }
@@ -273,7 +274,7 @@ def main() -> int:
     parser.add_argument("--collectives", default=COLLECTIVES)
     parser.add_argument("--bytes", default=SIZES)
     parser.add_argument("--staging", default="", help="further sizes of slices, such as 1M,2M")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a row's windows, about")
+    parser.add_argument("--seconds", type=float, default=0.7, help="of a row's windows, about")
     parser.add_argument("--limit", type=float, default=80.0, help="seconds for all rows")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
