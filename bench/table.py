@@ -10,10 +10,10 @@ Between markers such as
 
 go the tables. README.md gets one table for each number of ranks: float32 sum all_reduce in place on
 one host, algorithms chosen by size, loops in C++. docs/gpu.md gets the same of GPUs: out of place,
-in CUDA graphs. docs/benchmarks.md gets a section for each run. A
-ratio is a peer's time divided by ours of the same run, so runs are never compared with each other;
-where several runs have a row of the summary, our time there is their median. A run with a wrong
-element is refused.
+in CUDA graphs, and what bench/nodes_gpu.py measured between nodes. docs/benchmarks.md gets a
+section for each run. A ratio is a peer's time divided by ours of the same run, so runs are never
+compared with each other; where several runs have a row of the summary, our time there is their
+median. A run with a wrong element is refused.
 """
 
 import json
@@ -30,6 +30,7 @@ PAGES = [
     (ROOT / "docs" / "benchmarks.md", "all"),
     (ROOT / "docs" / "benchmarks.md", "gpu all"),
     (ROOT / "docs" / "gpu.md", "gpu summary"),
+    (ROOT / "docs" / "gpu.md", "gpu between nodes"),
 ]
 HOW = "make bench BENCH_ARGS='--peer mpi --json bench/results/NAME.json'"
 
@@ -57,6 +58,10 @@ GPU = Kind(
     ("cuda_ipc", "cuda", "graph", False),
     2,
     "No results yet: `bench/gpu.sh`, then `python bench/table.py`.",
+)
+NODES_GPU_NONE = (
+    "No results yet: `mpirun -n 2 python bench/nodes_gpu.py --json "
+    "bench/results/nodes-gpu-2.json`, then `python bench/table.py`."
 )
 
 
@@ -227,6 +232,34 @@ def everything(runs: list[Run], wanted: Kind = HOST) -> list[str]:
     return lines[:-1] if lines else [wanted.none]
 
 
+def between_nodes(folder: Path) -> list[str]:
+    """The tables of arrays on GPUs between nodes, by bench/nodes_gpu.py. Raises ValueError for
+    wrong results.
+    """
+    lines: list[str] = []
+    made: list[str] = []
+    for path in sorted(folder.glob("nodes-gpu-*.json")):
+        content = json.loads(path.read_text())
+        by_collective: dict[str, list[dict[str, Any]]] = {}
+        for row in content["rows"]:
+            if row["wrong"]:
+                raise ValueError(f"{path.name}: {row['collective']} of {row['bytes']} B is wrong")
+            by_collective.setdefault(row["collective"], []).append(row)
+        header = content["header"]
+        for collective, rows in by_collective.items():
+            head = [f"{collective}, {len(header['machine']['gpus'])} nodes"]
+            head += ["GPU arrays (µs)", "each waited for (µs)", "ours, host arrays (µs)"]
+            head += ["MPI, host arrays (µs)", "bare messages (µs)", "MPI, host ÷ GPU arrays"]
+            body = []
+            for row in rows:
+                us = {name: of["us"] for name, of in row["times"].items()}
+                cells = [time(us[name]) for name in ("gpu", "waited", "host", "mpi", "wire")]
+                body.append([size(row["bytes"]), *cells, f"{us['mpi'] / us['gpu']:.2f}"])
+            lines += [*table(head, body), ""]
+        made.append(f"- {path.stem}: {header['versions']['mpi']}; {machine(header)}")
+    return lines + made or [NODES_GPU_NONE]
+
+
 def filled(text: str, kind: str, lines: list[str]) -> str:
     """`text` with `lines` between the markers of `kind`."""
     begin, end = f"<!-- bench/table.py: {kind} -->", "<!-- end -->"
@@ -244,6 +277,7 @@ def main(arguments: list[str]) -> int:
         "all": everything(hosts),
         "gpu summary": summary(gpus, GPU),
         "gpu all": everything(gpus, GPU),
+        "gpu between nodes": between_nodes(RESULTS),
     }
     status = 0
     for path, kind in PAGES:

@@ -94,7 +94,7 @@ def connect(
     reach = _reach(bootstrap, transport, infos, nodes)
     groups, together = reach.sizes, reach.together
     cpus = {cpu for r in together for cpu in infos[r]["cpus"]}
-    tuning = host_tuning(len(together), len(cpus), messages=len(groups) > 1, nnodes=len(set(nodes)))
+    tuning = host_tuning(len(together), len(cpus), messages=len(groups) > 1, nodes=nodes)
 
     region, failure = _share_region(bootstrap, together)
     pull = not threads and all(

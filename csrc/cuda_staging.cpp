@@ -34,29 +34,44 @@ struct Part {
   std::uint64_t device, host, length;  // elements: where in the array, where in the slot
 };
 
+// `input_in_output`: the input comes to where the result has it, in the slot's output.
 struct Slice {
   std::vector<Part> down, up;
+  bool input_in_output = false;
   Call call;
 };
 
-// How a call is cut: `each` elements of the vector, or of every block, in one slice.
+// A call of less than this goes in one slice; a longer one in several, of this at least, so that
+// what comes from the GPU before the first is on the network, and goes back after the last, is a
+// small part of it. Four slices leave a quarter of the copies uncovered.
+constexpr std::uint64_t kLeastSlice = 1 << 20;
+constexpr std::uint64_t kSlices = 4;
+
+// How a call is cut: at most `each` elements of the vector, or of every block, in one slice. Equal
+// on all ranks, since it is made of what they agree on.
 class Cut {
  public:
   Cut(const Call& call, int rank, int n, std::uint64_t slot_bytes)
       : call_(call), rank_(rank), n_(n), blocked_(Layout::blocked(call.collective)) {
-    each_ = slot_bytes / size_of(call.dtype) / (blocked_ ? n : 1);
-    if (each_ == 0)
+    bytes_ = size_of(call.dtype) * (blocked_ ? n : 1);
+    most_ = slot_bytes / bytes_;
+    if (most_ == 0)
       throw Error(ErrorKind::unsupported,
                   "slots of " + std::to_string(slot_bytes) + " bytes are too small for blocks of " +
                       std::to_string(n) + " ranks: raise COLLECTIVES_STAGING");
+    lay_out(blocked_ ? std::max(call_.in.longest(n_), call_.out.longest(n_)) : call_.count);
   }
 
-  std::uint64_t longest() const {
-    return blocked_ ? std::max(call_.in.longest(n_), call_.out.longest(n_)) : call_.count;
+  // Cuts for a vector, or blocks, of at most `longest` elements.
+  void lay_out(std::uint64_t longest) {
+    longest_ = longest;
+    const std::uint64_t least = std::max<std::uint64_t>(1, kLeastSlice / bytes_);
+    each_ = std::min(most_, std::max(least, (longest + kSlices - 1) / kSlices));
+    slices_ = std::max<std::uint64_t>(1, (longest + each_ - 1) / each_);
   }
-  std::uint64_t slices(std::uint64_t longest) const {
-    return std::max<std::uint64_t>(1, (longest + each_ - 1) / each_);
-  }
+
+  std::uint64_t longest() const { return longest_; }
+  std::uint64_t slices() const { return slices_; }
 
   // The slice, with addresses still to be put in.
   Slice slice(std::uint64_t s) const {
@@ -81,6 +96,16 @@ class Cut {
     const bool gathers = call_.collective == Collective::gather;
     std::vector<Part> in, out;
     if (blocks_in()) made.call.in = pieces(call_.in, s, &in);
+    if (call_.collective == Collective::all_gather) {
+      // The own block needs no copy on the host, and stays on the GPU.
+      Part own{};
+      made.call.out = pieces(call_.out, s, &out, &own);
+      own.device -= call_.out.offset(rank_);
+      made.input_in_output = true;
+      made.down = {own};
+      made.up = out;
+      return made;
+    }
     if (blocks_out()) made.call.out = pieces(call_.out, s, &out);
     made.down = blocks_in() ? in : whole(call_.out.length(rank_));
     made.up = blocks_out() ? out : whole(call_.in.length(rank_));
@@ -99,8 +124,10 @@ class Cut {
            call_.collective == Collective::all_to_all;
   }
 
-  // The slice's part of every block, packed; blocks that lie side by side are one piece.
-  Blocks pieces(const Blocks& blocks, std::uint64_t s, std::vector<Part>* found) const {
+  // The slice's part of every block, packed; blocks that lie side by side are one piece. With
+  // `own`, this rank's goes there and not among the others.
+  Blocks pieces(const Blocks& blocks, std::uint64_t s, std::vector<Part>* found,
+                Part* own = nullptr) const {
     std::vector<std::uint64_t> lengths;
     std::uint64_t at = 0;
     for (int q = 0; q < n_; ++q) {
@@ -108,7 +135,10 @@ class Cut {
       const Part piece{blocks.offset(q) + begin, at, std::min(length - begin, each_)};
       lengths.push_back(piece.length);
       at += piece.length;
-      if (!found->empty() && found->back().device + found->back().length == piece.device)
+      if (own != nullptr && q == rank_)
+        *own = piece;
+      else if (!found->empty() && found->back().device + found->back().length == piece.device &&
+               found->back().host + found->back().length == piece.host)
         found->back().length += piece.length;
       else
         found->push_back(piece);
@@ -120,7 +150,9 @@ class Cut {
   const Call& call_;
   int rank_, n_;
   bool blocked_;
-  std::uint64_t each_;
+  std::uint64_t bytes_;  // of an element, in all blocks
+  std::uint64_t most_;   // elements that a slot holds of each
+  std::uint64_t longest_ = 0, each_ = 0, slices_ = 1;
 };
 
 }  // namespace
@@ -331,9 +363,15 @@ class Staging::Turn final : public Communicator::Task {
   }
 
   void fill(const Slice& slice, const Slot& slot) {
+    std::byte* to = slot.in;
+    if (slice.input_in_output) {
+      // The slot's result of before may still be on its way to the GPU.
+      to = slot.out;
+      check_cuda(cudaStreamWaitEvent(state_->down, slot.emptied, 0), "cudaStreamWaitEvent");
+    }
     for (const Part& piece : slice.down)
       if (piece.length != 0)
-        check_cuda(cudaMemcpyAsync(slot.in + piece.host * size_, call_.input + piece.device * size_,
+        check_cuda(cudaMemcpyAsync(to + piece.host * size_, call_.input + piece.device * size_,
                                    piece.length * size_, cudaMemcpyDeviceToHost, state_->down),
                    "copying from the GPU");
     check_cuda(cudaEventRecord(slot.filled, state_->down), "cudaEventRecord");
@@ -347,6 +385,16 @@ class Staging::Turn final : public Communicator::Task {
                             piece.length * size_, cudaMemcpyHostToDevice, state_->up),
             "copying to the GPU");
     check_cuda(cudaEventRecord(slot.emptied, state_->up), "cudaEventRecord");
+  }
+
+  // An all_gather leaves the own block to this.
+  void copy_own_block(int rank) {
+    const std::uint64_t length = call_.out.length(rank);
+    std::byte* to = call_.output + call_.out.offset(rank) * size_;
+    if (length != 0 && to != call_.input)
+      check_cuda(
+          cudaMemcpyAsync(to, call_.input, length * size_, cudaMemcpyDeviceToDevice, state_->up),
+          "copying within the GPU");
   }
 
   const std::shared_ptr<State> state_;
@@ -380,18 +428,21 @@ void Staging::Turn::run_slices(Communicator& comm) {
   State& s = *state_;
   wait(comm, ready_, "what the stream did before the call");
   if (call_.collective == Collective::barrier) return comm.run_in_turn(call_, options_);
-  const Cut cut(call_, comm.rank(), comm.size(), s.slot_bytes);
-  std::uint64_t longest = cut.longest();
+  Cut cut(call_, comm.rank(), comm.size(), s.slot_bytes);
   const bool uneven_pairs = call_.collective == Collective::all_to_all && call_.in.is_table();
-  if (uneven_pairs || cut.slices(longest) > 1) {
+  const auto agree = [&] {
     // Before anything is written, all ranks are in this very call; and cut it alike.
+    std::uint64_t longest = cut.longest();
     Communicator::Options agreement = options_;
     agreement.agreed = &longest;
     comm.run_in_turn(call_, agreement);
-  }
-  const std::uint64_t slices = cut.slices(longest);
+    cut.lay_out(longest);
+  };
+  if (uneven_pairs) agree();
   Slice now = cut.slice(0);
   fill(now, s.slots[0]);
+  if (!uneven_pairs && cut.slices() > 1) agree();
+  const std::uint64_t slices = cut.slices();
   for (std::uint64_t i = 0; i < slices; ++i) {
     const Slot& slot = s.slots[i % kSlots];
     Slice next;
@@ -402,11 +453,12 @@ void Staging::Turn::run_slices(Communicator& comm) {
     }
     wait(comm, slot.filled, "copying from the GPU");
     if (i >= kSlots) wait(comm, slot.emptied, "copying to the GPU");
-    now.call.input = slot.in;
+    now.call.input = now.input_in_output ? slot.out + now.down[0].host * size_ : slot.in;
     now.call.output = slot.out;
     if (now.up.empty() && call_.collective == Collective::broadcast) now.call.output = slot.in;
     comm.run_in_turn(now.call, options_);
     s.beat();
+    if (i == 0 && now.input_in_output) copy_own_block(comm.rank());
     empty(now, slot);
     now = std::move(next);
   }

@@ -67,6 +67,30 @@ def test_iterations_grow_until_they_mean_something_and_blocks_alternate():
     assert tail == ["fast", "slow"] * 3 + ["fast"] * 2
 
 
+@pytest.mark.parametrize(("nanoseconds", "warmup"), [(1e8, 0), (1e6, 2)])
+def test_all_ranks_rest_before_each_block(monkeypatch, nanoseconds, warmup):
+    """A block of one long call is not warmed up, since that would be a second one."""
+    naps, calls = [], []
+    monkeypatch.setattr(timing.time, "sleep", naps.append)
+
+    def body(comm):
+        def runner(warm, iterations):
+            if comm.rank == 0:
+                calls.append((warm, iterations))
+            begin = nanoseconds * np.arange(iterations, dtype=float)
+            return np.stack([begin, begin + nanoseconds], axis=1)
+
+        effort = timing.Effort(seconds=0.1, rest=0.25)
+        (sample,) = timing.take_turns(timing.Clock(comm), [runner], effort)
+        return len(sample.times)
+
+    timed = run_threads(2, body)[0]
+    blocks = naps.count(0.25) // 2  # of two ranks
+    assert blocks >= 3 and len(naps) == 2 * blocks
+    assert [warm for warm, _ in calls[-blocks:]] == [warmup] * blocks
+    assert sum(n for _, n in calls[-blocks:]) == timed
+
+
 def test_what_a_peer_lacks_has_no_figure():
     def body(comm):
         def lacking(warmup, iterations):

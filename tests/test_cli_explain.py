@@ -111,6 +111,20 @@ def test_explain_measured(capsys):
     assert "measured" in out
 
 
+def test_explain_names_the_dtype(capsys):
+    words = ("explain", "all_reduce", "--bytes", "1K", "--datatype", "bfloat16")
+    status, out, err = run(capsys, *words, "--ranks", 4)
+    assert status == 0, err
+    assert out.startswith("all_reduce of 1 KiB of bfloat16, 4 ranks on 1 node")
+    status, out, err = run(capsys, *words, "--threads", 2, "--measure")
+    assert status == 0, err
+    assert "of bfloat16" in out and "measured" in out
+    status, _, err = run(capsys, "explain", "all_reduce", "--bytes", 7, "--datatype", "float32")
+    assert status == 2 and "--bytes 7 are no whole number of float32, of 4 bytes each" in err
+    status, _, err = run(capsys, "explain", "all_reduce", "--datatype", "float33")
+    assert status == 2 and "float33" in err
+
+
 def test_a_forced_choice_is_explained(capsys, monkeypatch):
     monkeypatch.setenv("COLLECTIVES_ALGORITHM", "all_reduce:ring")
     status, out, _ = run(capsys, "explain", "all_reduce", "--ranks", 4)

@@ -249,6 +249,29 @@ def test_tables_of_results(results):
     assert "| 4 KiB | ring | 99.0 | 2.50 | 2.73 |  | 4.50 | 3.00 |" in everything
 
 
+def test_tables_of_results_on_gpus_between_nodes(tmp_path):
+    script = load(ROOT / "bench" / "table.py")
+    assert "No results yet" in script.between_nodes(tmp_path)[0]
+    us = {"gpu": 50.0, "gpu 1M": 55.0, "waited": 60.0, "host": 45.0, "mpi": 42.0, "wire": 20.0}
+    times = {name: {"us": value, "p90_us": value} for name, value in us.items()}
+    rows = [{"collective": "all_reduce", "bytes": 1 << 20, "wrong": 0, "times": times}]
+    header = {
+        "machine": {"gpus": [{"name": "H200", "bus": "18"}, {"name": "H200", "bus": "19"}]},
+        "versions": {"cuda driver": "13.0", "mpi": "Open MPI v4.1.2"},
+        "commit": "abc",
+        "date": "2000-01-01T00:00:00+00:00",
+    }
+    file = tmp_path / "nodes-gpu-2.json"
+    file.write_text(json.dumps({"header": header, "rows": rows, "left_out": []}))
+    text = "\n".join(script.between_nodes(tmp_path))
+    assert "| all_reduce, 2 nodes | GPU arrays (µs) |" in text
+    assert "| 1 MiB | 50.0 | 60.0 | 45.0 | 42.0 | 20.0 | 0.84 |" in text
+    assert "- nodes-gpu-2: Open MPI v4.1.2; 2 x H200; cuda driver 13.0; commit abc" in text
+    file.write_text(json.dumps({"header": header, "rows": [{**rows[0], "wrong": 1}]}))
+    with pytest.raises(ValueError, match="is wrong"):
+        script.between_nodes(tmp_path)
+
+
 def test_tables_of_results_on_gpus(results):
     """Graphs and out of place in the summary; what is on the host, forced or bounded is not."""
     script, write = results

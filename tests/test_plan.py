@@ -86,6 +86,16 @@ def test_files(tmp_path, capsys):
     assert re.search(r"ZeRO-0 .* 100.0%", text)
 
 
+def test_quantities_may_have_units(capsys):
+    plain = ["--params", "7e9", "--ranks", "8", "--flops", "300e12", "--bandwidth", "50e9"]
+    units = ["--params", "7B", "--ranks", "8", "--flops", "300 TFLOP/s", "--bandwidth", "400 Gb/s"]
+    said = []
+    for arguments in ([*plain, "--latency", "2e-6"], [*units, "--latency", "2 us"]):
+        assert main(["plan", *arguments]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -94,6 +104,11 @@ def test_files(tmp_path, capsys):
         ("--params 1e9 --ranks 6 --hybrid", "--hybrid needs --node"),
         ("--params 1e9 --ranks 2 --optimizer adma", "did you mean 'adam'"),
         ("--params 1e9 --ranks 2 --overlap 2", "no share between 0 and 1"),
+        ("--params 7X --ranks 2", "no positive number such as 7e9 or 7B"),
+        ("--params 1e9 --ranks 2 --bandwidth 400Gb", "did you mean"),
+        ("--params 1e9 --ranks 2 --bandwidth 0", "no positive number such as 100e9 or '400 Gb/s'"),
+        ("--params 1e9 --ranks 2 --latency fast", "a time such as"),
+        ("--params 1e9 --ranks 2 --json /proc/x", "/proc/x cannot be written: No such file"),
     ],
 )
 def test_what_is_refused(arguments, words, capsys):

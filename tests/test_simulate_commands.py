@@ -113,6 +113,8 @@ def test_compare_draws(capsys, tmp_path):
         (("--threads", "2", "--nodes", "1,2"), "only --topology can do"),
         (("barrier", "--topology", "dgx-h100"), "a barrier has none"),
         (("--topology", "dgx-h100", "--only", "rong"), "did you mean 'ring'"),
+        (("--topology", "dgx-h100", "--json", "/proc/x"), "/proc/x cannot be written: No such"),
+        (("--topology", "dgx-h100", "--measured", "/none"), "/none: it cannot be read: No such"),
         (("--topology", "dgx-h100", "--only", "bruck"), "nothing can do all_reduce with 1 nodes"),
     ],
 )

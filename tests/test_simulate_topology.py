@@ -265,8 +265,11 @@ def test_bad_faults(tmp_path, fault, message):
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown topology 'dgx-h10'.*did you mean 'dgx-h100'"):
         simulate.load("dgx-h10")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"none.yaml: it cannot be read: No such file"):
         simulate.load(str(tmp_path / "none.yaml"))
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin.yaml: this is no text in UTF-8"):
+        simulate.load(str(tmp_path / "latin.yaml"))
     with pytest.raises(ConfigError, match="line 1: the file is empty"):
         read(tmp_path, "")
     with pytest.raises(ConfigError, match="has no devices"):

@@ -11,7 +11,7 @@ import pytest
 import collectives as cc
 from collectives import cli, run_threads
 from collectives.config import parse_rules
-from collectives.tuning import ANY_SIZE, Choice, Tuner, model, tables
+from collectives.tuning import ANY_SIZE, BY_NODE, Choice, Tuner, host_tuning, model, tables
 from collectives.tuning.explain import explain
 from collectives.tuning.model import Measurement
 
@@ -66,6 +66,21 @@ def test_times_between_measured_sizes():
     assert table.times("all_reduce", 4 << 10)["ring"] == pytest.approx(2e-6)
     assert table.times("all_reduce", 1 << 30) == {}
     assert table.times("broadcast", 1 << 10) == {}
+
+
+def test_two_ranks_on_two_nodes_hand_nothing_on():
+    """Vectors travel with the agreement for longer, and messages are longer, than with more."""
+    for nodes, limit, segment, lanes in (
+        ([0, 1], 64 << 10, 512 << 10, 2),
+        ([0, 1, 2], 16 << 10, 128 << 10, 4),
+        ([0, 0, 1, 1], 64 << 10, 128 << 10, 4),
+    ):
+        tuner = Tuner(nodes, False)
+        chosen = [tuner.choose("all_reduce", nbytes) for nbytes in (16 << 10, limit, limit + 4)]
+        assert (BY_NODE in chosen) == (limit == 64 << 10), nodes
+        assert chosen[2] != chosen[1] or limit != 64 << 10, nodes
+        tuning = host_tuning(nodes.count(0), 8, messages=True, nodes=nodes)
+        assert (tuning.segment_bytes, tuning.lanes) == (segment, lanes), nodes
 
 
 def test_forced_choices_lie_over_the_table():
@@ -283,6 +298,30 @@ def test_tune_writes_nothing_where_an_algorithm_is_wrong(capsys, monkeypatch, tm
 def test_tune_in_words(capsys, arguments, expected):
     assert tune(*arguments) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["a folder", "below a file", "other hardware"])
+def test_tune_finds_out_before_it_measures_that_it_cannot_write(
+    capsys, monkeypatch, tmp_path, place
+):
+    from collectives.cli import tune as command
+
+    path = tmp_path / "table.json"
+    if place == "a folder":
+        path.mkdir()
+    elif place == "below a file":
+        path.touch()
+        path /= "table.json"
+    else:
+        tables.save(path, {"cpu": "another"}, "mpi 0,1", {"choices": {}, "figures": {}, "rows": []})
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it measured"))
+    assert tune("--threads", "2", "--collective", "all_gather", "-o", str(path), *TINY) == 2
+    err = capsys.readouterr().err
+    if place == "other hardware":
+        assert "hardware" in err
+    else:
+        assert "cannot be" in err and str(path) in err and "Errno" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
 @pytest.mark.mpi

@@ -39,11 +39,16 @@ _PROBE_SHARE = 0.05  # of the time, spent to find out how long a call takes
 class Effort:
     """How long each way is timed: `iterations` calls if given, else about `seconds`; `warmup` calls
     before, and some before each block.
+
+    rest  seconds that all ranks sleep before each block. Ranks that poll at real-time priority are
+          stopped by the kernel for 50 ms in each second, if anything else wants their cores; so no
+          more than one such call, not even to warm up, follows another without a rest.
     """
 
     seconds: float = 0.2
     iterations: int | None = None
     warmup: int = 5
+    rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,12 @@ def take_turns(
     for block in range(max((p[0] for p in plans.values()), default=0)):
         for i, runner in active.items():
             blocks, calls, warmup = plans[i]
-            if block < blocks:
-                stamps[i].append(runner(warmup, calls))
+            if block >= blocks:
+                continue
+            if effort.rest:
+                time.sleep(effort.rest)
+                warmup = 0 if calls == 1 else warmup
+            stamps[i].append(runner(warmup, calls))
     samples: list[Sample | None] = [None] * len(runners)
     for i, parts in stamps.items():
         gathered = clock.gather(np.concatenate(parts))

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -159,10 +160,45 @@ def import_algorithms(names: Iterable[str]) -> None:
 
 
 def check_writable(*paths: str | None) -> None:
-    """Raises OSError, before any work is done, if one of the files cannot be written by rank 0."""
+    """Raises ConfigError, before any work is done, if one of the files cannot be written by rank
+    0.
+    """
     for path in paths:
         if path and rank_hint() == 0:
-            open(path, "ab").close()
+            try:
+                open(path, "ab").close()
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def count(text: str) -> float:
+    """A positive number: 7e9, 350M, 7B."""
+    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?\d+)?)([KMBT]?)", text.strip())
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match is None or not 0 < number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number such as 7e9 or 7B")
+    return number * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+
+
+def quantity(parse: Callable[[str], float], example: str) -> Callable[[str], float]:
+    """A positive number in base units, as 7e9, or with a unit that `parse` knows."""
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            try:
+                value = parse(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        if not 0 < value < 1e30:
+            raise argparse.ArgumentTypeError(f"{text!r} is no positive number such as {example}")
+        return value
+
+    return parsed
 
 
 def in_words(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,15 +205,3 @@ def outcomes_table(outcomes: Sequence[simulate.Outcome]) -> list[str]:
         cells += [report.number(o.algbw_gbs), report.number(o.busbw_gbs), str(o.steps)]
         lines.append(table.row([*cells, o.bottleneck, how]))
     return lines
-
-
-def billions(text: str) -> float:
-    """A positive number: 7e9, 350M, 7B."""
-    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?\d+)?)([KMBT]?)", text.strip())
-    try:
-        number = float(match[1]) if match else 0.0
-    except ValueError:
-        number = 0.0
-    if match is None or not 0 < number < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number such as 7e9 or 7B")
-    return number * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]

@@ -78,6 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for each size and library (0.2)",
     )
+    effort.add_argument(
+        "--rest",
+        type=_common.seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds that all ranks sleep before each block of calls (0): ranks that poll at "
+        "real-time priority are stopped by the kernel for a part of each second",
+    )
     what = parser.add_argument_group("what")
     what.add_argument(
         "--collective",
@@ -170,7 +178,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     bench = Bench(
         backend,
         largest,
-        Effort(args.seconds, args.iters, args.warmup_iters),
+        Effort(args.seconds, args.iters, args.warmup_iters, args.rest),
         check=args.check,
         symmetric=args.symmetric,
         order=args.order,

@@ -26,6 +26,7 @@ from . import _common, _ranks
 EXAMPLES = """\
 examples:
   python -m collectives explain all_reduce --bytes 64M --ranks 8 --nodes 2
+  python -m collectives explain all_reduce --bytes 64M --datatype bfloat16 --ranks 4 --measure
   python -m collectives explain all_gather --bytes 64K --ranks 4 --transport mpi
   python -m collectives explain all_reduce --bytes 1M --ranks 2 --measure
   mpirun -n 2 python -m collectives explain all_reduce --bytes 1M --measure
@@ -42,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1 << 20,
         metavar="SIZE",
         help="of the whole vector, all blocks together (1M)",
+    )
+    parser.add_argument(
+        "-d",
+        "--datatype",
+        type=_common.dtype,
+        metavar="DTYPE",
+        help="of the elements; --measure takes float32 without it. Choices go by bytes",
     )
     parser.add_argument(
         "--node", type=_common.nodes_list, metavar="LIST", help="node of each rank: 0,0,0,1"
@@ -66,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
+    if args.datatype and args.bytes % Case(args.collective, 1, args.datatype).itemsize:
+        raise ConfigError(
+            f"--bytes {args.bytes} are no whole number of {args.datatype}, of "
+            f"{Case(args.collective, 1, args.datatype).itemsize} bytes each"
+        )
     if args.measure:
         if args.transport or args.node:
             raise ConfigError("--measure asks the ranks themselves; leave --transport, --node out")
@@ -90,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             one_region=one_region,
             tuner=tuner,
             transport=transport,
+            dtype=args.datatype,
         )
     )
     return 0
@@ -112,7 +126,7 @@ def _nodes(args: argparse.Namespace) -> list[int]:
 
 
 def _measure(comm: Communicator, args: argparse.Namespace) -> int:
-    case = Case(args.collective, comm.size)
+    case = Case(args.collective, comm.size, args.datatype or "float32")
     elements = case.elements(args.bytes)
     in_place = places(args.collective)[-1]
     bench = Bench(Host(comm), max(1, elements) * case.itemsize, Effort(seconds=0.1))
@@ -138,6 +152,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
                 tuner=comm._tuner,
                 transport=comm.transports if comm.size > 1 else None,
                 cores=cores,
+                dtype=case.dtype,
                 measured=measured,
             )
         )

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from ..drawing import PALETTE
+from ..simulate import quantities
 from ..train.plan import BYTES, STATES, Job, Stage, bytes_per_parameter, plan
 from . import _common
 
@@ -25,8 +26,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = _common.positive
-    real = _number
-    parser.add_argument("--params", type=real, required=True, help="number of parameters: 7e9")
+    parser.add_argument("--params", type=_common.count, required=True, help="parameters: 7e9 or 7B")
     parser.add_argument("-n", "--ranks", type=number, required=True, help="ranks that train")
     parser.add_argument("--node", type=number, help="ranks of a node")
     parser.add_argument("--hybrid", action="store_true", help="share within nodes alone")
@@ -42,9 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro", type=number, default=1, help="samples in a micro-batch (1)")
     parser.add_argument("--accumulate", type=number, default=1, help="micro-batches a step (1)")
     parser.add_argument("--tokens", type=number, default=1, help="tokens in a sample (1)")
-    parser.add_argument("--flops", type=real, help="operations per second that a rank reaches")
-    parser.add_argument("--bandwidth", type=real, default=100e9, help="bytes per second (100e9)")
-    parser.add_argument("--latency", type=real, default=10e-6, help="seconds of a message (1e-5)")
+    parser.add_argument(
+        "--flops",
+        type=_common.quantity(quantities.flops, "300e12 or '300 TFLOP/s'"),
+        help="operations per second that a rank reaches: 300e12 or '300 TFLOP/s'",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=_common.quantity(quantities.bandwidth, "100e9 or '400 Gb/s'"),
+        default=100e9,
+        help="bytes per second, or with a unit: '400 Gb/s' (100e9)",
+    )
+    parser.add_argument(
+        "--latency",
+        type=_common.quantity(quantities.duration, "1e-5 or '10 us'"),
+        default=10e-6,
+        help="seconds of a message, or with a unit: '10 us' (1e-5)",
+    )
     parser.add_argument(
         "--overlap", type=_share, default=1.0, help="share that backward can hide (1)"
     )
@@ -55,19 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="draw memory and time to FILE")
 
 
-def _number(text: str) -> float:
+def _share(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number such as 7e9")
-    return value
-
-
-def _share(text: str) -> float:
-    value = 0.0 if text == "0" else _number(text)
-    if value > 1:
+    if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share between 0 and 1")
     return value
 

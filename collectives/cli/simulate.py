@@ -83,7 +83,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     default = training.Job(params=7e9)
     parser.set_defaults(topology="dgx-h100")
     _simulated.topology_argument(parser, needed=False)
-    add("--params", type=_simulated.billions, default=7e9, help="parameters: 7e9 or 7B (7e9)")
+    add("--params", type=_common.count, default=7e9, help="parameters: 7e9 or 7B (7e9)")
     add("--ranks", type=_simulated.numbers, default=[8], help="GPUs: 8,64 or doubled, 8..4096 (8)")
     add(
         "--sharding",
@@ -93,7 +93,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tokens",
-        type=_simulated.billions,
+        type=_common.count,
         default=default.tokens,
         help=f"of a micro-batch of a GPU ({default.tokens:.0f})",
     )

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
     if comm.size == 1:
         raise ConfigError("one rank moves nothing: start more with --ranks N, or with mpirun")
     path = tables.path_for(comm._hardware, args.output or Settings().table)
+    if not args.dry_run:
+        _check_file(comm, path)
     cores = machine.cores(comm)
     if comm.rank == 0:
         print(f"# {comm.size} ranks on {len(set(comm.nodes))} node(s), {comm.transports}")
@@ -93,6 +96,23 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
             tables.save(path, comm._hardware, key, layout)
             print(f"written to {path}")
     return 0
+
+
+def _check_file(comm: Communicator, path: Path) -> None:
+    """Raises ConfigError on all ranks, before anything is measured, if rank 0 could not put a table
+    of this hardware there.
+    """
+    words = ""
+    if comm.rank == 0:
+        try:
+            tables.load(path, comm._hardware)
+            tables.try_writing(path)
+        except ConfigError as error:
+            words = str(error)
+    words = comm._bootstrap.broadcast(words.encode()).decode()
+    with _ranks.on_every_rank():
+        if words:
+            raise ConfigError(words)
 
 
 def measure(

@@ -155,7 +155,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     needed = ("collective", "algorithm", "bytes", "ranks", "nodes", "transport", "time_us", "peers")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: it cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"{file}: it cannot be read as JSON: {error}") from None
     rows = data.get("rows") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):

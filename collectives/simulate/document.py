@@ -123,8 +123,10 @@ def read(path: str | Path, name: str) -> Section:
     file = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: it cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: it cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: this is no text in UTF-8: {error.reason}") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

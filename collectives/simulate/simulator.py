@@ -130,10 +130,10 @@ class Simulator:
                 "it is symmetric only for some numbers of ranks, and where links between nodes "
                 "are never full"
             )
-            raise UnsupportedError(
-                f"{self.algorithm} over {n} ranks is too large to follow rank by rank, and has no "
-                f"symmetric form here: {why}"
-            )
+            words = f"{self.algorithm} over {n} ranks has no symmetric form here: {why}"
+            if not followed:
+                words = f"too large to follow rank by rank, and {words}"
+            raise UnsupportedError(words)
         return from_schedule(self.algorithm, self.collective, network, root), SIMULATED
 
     def _prepare(

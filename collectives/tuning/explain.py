@@ -89,6 +89,7 @@ def explain(
     tuner: Tuner,
     transport: str | None = None,
     cores: int | None = None,
+    dtype: str | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> str:
     """What would run for a call of `nbytes`, why, and what it and the others are expected to take.
@@ -98,6 +99,7 @@ def explain(
     tuner       what chooses
     transport   "threads", "shm", "mpi" or "shm+mpi"; found from `nodes` and `one_region` otherwise
     cores       that the ranks of a node share; None: each has one of its own
+    dtype       of the elements, to be named
     measured    seconds by algorithm, to be shown beside; otherwise those of the measured table
     """
     n = len(nodes)
@@ -110,7 +112,8 @@ def explain(
         measured = tuner.measured.times(collective, nbytes) or None
     forced = tuner.rule(collective, nbytes) is not None
     choice = tuner.choose(collective, nbytes)
-    lines = [f"{collective} of {_size(nbytes)}, {_ranks(nodes)}, over {transport}", ""]
+    elements = f" of {dtype}" if dtype and collective != "barrier" else ""
+    lines = [f"{collective} of {_size(nbytes)}{elements}, {_ranks(nodes)}, over {transport}", ""]
     if n == 1:
         return "\n".join([*lines, "One rank: nothing is sent."])
     found = candidates(

@@ -217,8 +217,7 @@ def work_of(
     if not direct:
         chunks, messages = _sizes(algorithm, collective, tuple(nodes), root)
         longest = nbytes / chunks
-        several = len(set(nodes)) > 1
-        each = segment_bytes(messages=transport in ("mpi", "shm+mpi"), several_nodes=several)
+        each = segment_bytes(messages=transport in ("mpi", "shm+mpi"), nodes=nodes)
         slices = messages * max(0, math.ceil(longest / each) - 1)
     work = Work(
         near.steps,

@@ -180,7 +180,9 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"the table {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(f"the table {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(
@@ -238,6 +240,17 @@ def merge(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
         "choices": {**old["choices"], **new["choices"]},
         "rows": [*kept, *new["rows"]],
     }
+
+
+def try_writing(path: Path) -> None:
+    """Raises ConfigError if `save` could not write the file."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.touch()
+        written.unlink()
+    except OSError as error:
+        raise ConfigError(f"the table {path} cannot be written: {error.strerror}") from None
 
 
 def save(path: Path, hardware: Mapping[str, str], key: str, layout: dict[str, Any]) -> None:

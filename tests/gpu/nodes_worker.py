@@ -57,6 +57,22 @@ def every_case(proxy: OnDevice) -> int:
 BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 
+def large(proxy: OnDevice) -> int:
+    """Calls of a few MiB, which go in slices of less than a slot."""
+    wanted = [
+        Case(collective, None, "float32", count=1_300_003, place=place, root=0, v=v)
+        for collective, v in (
+            ("all_reduce", False),
+            ("broadcast", False),
+            *((c, v) for c in BLOCKED for v in (False, True)),
+        )
+        for place in ("in", "out")
+    ]
+    for case in wanted:
+        check(proxy, case)
+    return len(wanted)
+
+
 def order(proxy: OnDevice) -> None:
     """Calls are put on the stream, which orders them; the host waits for nothing."""
     comm, n = proxy.comm, proxy.size
@@ -216,7 +232,14 @@ def main() -> None:
     assert comm.nodes == NODES, comm.nodes
     proxy = OnDevice(comm, comm.rank % _core.device_count()[0])
     check(proxy, Case("all_reduce", None, count=100, place="out"))
-    done = {"cases": every_case, "order": order, "errors": errors, "death": death}[what](proxy)
+    parts: dict[str, Any] = {
+        "cases": every_case,
+        "large": large,
+        "order": order,
+        "errors": errors,
+        "death": death,
+    }
+    done = parts[what](proxy)
     comm.close()
     os.write(1, f"rank {comm.rank}: all right, {done} cases\n".encode())
 

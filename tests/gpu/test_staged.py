@@ -4,6 +4,7 @@ Open MPI.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from gpus import MARK
 pytestmark = [MARK, pytest.mark.mpi]
 
 WORKER = Path(__file__).with_name("nodes_worker.py")
+BENCHMARK = Path(__file__).parents[2] / "bench" / "nodes_gpu.py"
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
 def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> launch.Result:
@@ -28,8 +31,9 @@ def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> l
         env={
             "PYTHONPATH": path,
             "COLLECTIVES_STAGING": staging,
-            # Seconds until mpirun kills the others when a rank has died.
+            # Seconds until mpirun kills the others when a rank has died; of Open MPI 5 and 4.
             "PRTE_MCA_odls_base_sigkill_timeout": "40",
+            "OMPI_MCA_odls_base_sigkill_timeout": "40",
         },
         timeout=timeout,
     )
@@ -53,6 +57,10 @@ def test_every_collective(nodes: str, staging: str) -> None:
     assert all_right(ranks("cases", nodes, staging).expect(status=0), n) >= 52
 
 
+def test_slices_of_less_than_a_slot() -> None:
+    all_right(ranks("large", "0,1", "8M").expect(status=0), 2)
+
+
 @pytest.mark.parametrize("staging", ["4K", "1M"])
 def test_streams_order_calls_and_the_host_waits_for_nothing(staging: str) -> None:
     all_right(ranks("order", "0,1,1", staging).expect(status=0), 3)
@@ -73,3 +81,20 @@ def test_survivors_of_a_death() -> None:
         assert "rank 2 (process " in text, got
         assert float(seconds) < 30, got
     assert len(re.findall(r"again \w+Error$", got.output, re.MULTILINE)) == 2, got
+
+
+def test_the_benchmark_verifies_and_tells(tmp_path: Path) -> None:
+    """bench/nodes_gpu.py: every collective, and slices of two sizes."""
+    told = tmp_path / "told.json"
+    words = ["--bytes", "4K,3M", "--staging", "1M", "--seconds", "0.01", "--json", told]
+    got = launch.run(2, BENCHMARK, *words, launcher="openmpi", timeout=110).expect(status=0)
+    found = json.loads(told.read_text())
+    assert found["header"]["versions"]["mpi"].startswith("Open MPI"), found["header"]
+    assert len(found["header"]["machine"]["gpus"]) == 2 and not found["left_out"]
+    for row in found["rows"]:
+        assert list(row["times"]) == ["gpu", "gpu 1M", "waited", "host", "mpi", "wire"], row
+        assert row["wrong"] == 0 and row["algorithm"], row
+        assert all(of["us"] > 0 for of in row["times"].values()), row
+        assert f"{row['collective']} " in got.output
+    rows = [(row["collective"], row["bytes"]) for row in found["rows"]]
+    assert rows == [(c, b) for c in COLLECTIVES for b in (4 << 10, 3 << 20)]
