@@ -194,6 +194,7 @@ def device_options(
     blocks: int = 0,
     threads: int = 0,
     chunk: int = 0,
+    small: bool = False,
     lines: bool = False,
     pull: bool = False,
     bulk: bool = False,

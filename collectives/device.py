@@ -252,7 +252,8 @@ class DeviceEngine:
         """How `algorithm` does calls of so many bytes, `beside` a stream that computes or not: what
         the core's call takes.
         """
-        how = device_launch(algorithm, collective, nbytes, self._bootstrap.size, beside)
+        size = self._bootstrap.size
+        how = device_launch(algorithm, collective, nbytes, size, beside, self.blocks)
         known = self._options.get((algorithm, how))
         if known is None:
             known = self._options[algorithm, how] = _core.device_options(
@@ -260,6 +261,7 @@ class DeviceEngine:
                 blocks=how.blocks,
                 threads=how.threads,
                 chunk=how.chunk,
+                small=how.small,
                 lines=how.lines,
                 pull=how.pull,
                 bulk=how.bulk,

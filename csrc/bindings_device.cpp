@@ -123,20 +123,22 @@ void bind_device(py::module_& m) {
 
   m.def(
       "device_options",
-      [](std::string algorithm, int blocks, int threads, std::uint64_t chunk, bool lines,
-         bool pull, bool bulk) {
+      [](std::string algorithm, int blocks, int threads, std::uint64_t chunk, bool small,
+         bool lines, bool pull, bool bulk) {
         DeviceOptions options;
         options.algorithm = std::move(algorithm);
         options.blocks = blocks;
         options.chunk = chunk;
         options.threads = threads;
+        options.small = small;
         options.lines = lines;
         options.pull = pull;
         options.bulk = bulk;
         return py::reinterpret_steal<py::object>(make_device_options(std::move(options)));
       },
       py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("threads") = 0,
-      py::arg("chunk") = 0, py::arg("lines") = false, py::arg("pull") = false, py::arg("bulk") = false);
+      py::arg("chunk") = 0, py::arg("small") = false, py::arg("lines") = false,
+      py::arg("pull") = false, py::arg("bulk") = false);
 }
 
 void bind_staging(py::module_& m) {

@@ -261,6 +261,7 @@ struct ExchangeCall {
   const unsigned char* input;
   unsigned char* output;
   Share send[kMaxRanks], receive[kMaxRanks];  // to and from each rank
+  bool alike;                                 // all blocks are equal, as all ranks know
   u64 chunk_bytes;
   u32 chunks;  // of a block, for the pair that has the most
 };

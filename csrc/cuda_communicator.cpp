@@ -29,9 +29,8 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   check_cuda(static_cast<cudaError_t>(load_kernels(&each, &one_shot)), "loading the kernels");
   check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, config.device),
              "cudaDeviceGetAttribute");
-  check_cuda(
-      cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, config.device),
-      "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, config.device),
+             "cudaDeviceGetAttribute");
   hopper = capability >= 9;
   if (hopper) check_cuda(static_cast<cudaError_t>(allow_bulk()), "cudaFuncSetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.

@@ -56,6 +56,10 @@ void share_out(const Call& call, int rank, int n, OneShotCall& c) {
         if (at_root) send = block(call.in, q);
         if (to_root) receive = {0, call.in.length(rank) * e, 0};
         break;
+      case Collective::all_to_all:
+        send = block(call.in, q);
+        receive = block(call.out, q);
+        break;
       case Collective::all_gather:
         send = {0, call.out.length(rank) * e, 0};
         receive = block(call.out, q);
@@ -117,7 +121,13 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   const int n = config.nranks;
   const u64 e = size_of(call.dtype);
   if (n == 1) return path;
-  if (options.algorithm == "direct_one_shot") {
+  // An all_to_all has one step in any case; in packets or lines it needs no barrier. All ranks know
+  // the length of its blocks, or the flags would not tell who disagrees.
+  const bool exchanges =
+      options.algorithm == "direct_two_shot" && call.collective == Collective::all_to_all;
+  const bool in_one_shot =
+      exchanges && options.small && !call.in.is_table() && !call.out.is_table();
+  if (options.algorithm == "direct_one_shot" || in_one_shot) {
     if (call.collective == Collective::barrier) return path;
     const u64 bytes = longest_share(call, n);
     // complex128 goes in two units, whose sums are apart and whose products are not.
@@ -129,9 +139,9 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
       path.kind = DirectPath::Kind::lines;
     else if (bytes != 0 && fits_units && fits_packets)
       path.kind = DirectPath::Kind::packets;
-    return path;
+    if (!in_one_shot || path.kind != DirectPath::Kind::none) return path;
   }
-  if (options.algorithm == "direct_two_shot" && call.collective == Collective::all_to_all) {
+  if (exchanges) {
     path.kind = DirectPath::Kind::exchange;
     return path;
   }
@@ -162,15 +172,17 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   c.lines = path.kind == DirectPath::Kind::lines;
   share_out(call, config.rank, config.nranks, c);
   const u64 hands = u64{c.parcels} * (c.lines ? kLineThreads : 1);
-  // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
   const bool whole = c.reduces && c.alike;
   const int largest = whole ? kWholeThreads : kThreads;
   c.threads = options.threads > 0 ? std::min(options.threads, largest) : kThreads;
+  int limit = config.max_blocks;
+  if (options.blocks > 0) limit = limit > 0 ? std::min(limit, options.blocks) : options.blocks;
+  // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
+  if (limit > 0 && hands > static_cast<u64>(limit) * c.threads) c.threads = largest;
   const u64 resident = u64(whole ? one_shot_blocks.whole : one_shot_blocks.shares) *
                        static_cast<u64>(largest) / c.threads;
   u64 most = std::min<u64>(kOneShotThreads / c.threads, resident);
-  if (config.max_blocks > 0) most = std::min(most, u64(config.max_blocks));
-  if (options.blocks > 0) most = std::min(most, u64(options.blocks));
+  if (limit > 0) most = std::min(most, static_cast<u64>(limit));
   made->grid = static_cast<int>(std::min<u64>(most, (hands + c.threads - 1) / c.threads));
   c.lets_next_start = config.sharing == 1 && u64(made->grid) * c.threads <= kEarlyThreads;
 }
@@ -228,9 +240,11 @@ bool DeviceCommunicator::Impl::can_copy_in_bulk(const Call& call, const TwoShotC
   if (c.gather != Gather::none && !two_shot_is_fast(c)) return false;
   // A block has a multiprocessor's shared memory for itself.
   if (grid * std::max(1, config.sharing) > processors) return false;
-  const auto is_aligned = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; };
-  bool aligned = is_aligned(call.input) && is_aligned(call.output) &&
-                 c.share[config.rank].begin % 16 == 0;
+  const auto is_aligned = [](const void* p) {
+    return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
+  };
+  bool aligned =
+      is_aligned(call.input) && is_aligned(call.output) && c.share[config.rank].begin % 16 == 0;
   for (int q = 0; q < config.nranks; ++q)
     aligned = aligned && is_aligned(c.inputs[q]) && is_aligned(c.outputs[q]);
   return aligned;
@@ -249,7 +263,8 @@ void DeviceCommunicator::Impl::prepare_pairs(const Call& call, const DeviceOptio
   const u64 longest = std::max(call.in.longest(config.nranks), call.out.longest(config.nranks)) * e;
   // Ranks do not know each other's lengths, but all must take as many blocks.
   int grid = options.blocks > 0 ? std::min(options.blocks, blocks) : blocks;
-  if (!call.in.is_table())
+  c.alike = !call.in.is_table() && !call.out.is_table();
+  if (c.alike)
     grid = static_cast<int>(std::clamp<u64>(longest / kMinBlockBytes, 1, static_cast<u64>(grid)));
   c.chunk_bytes = std::min(kExchangeChunkBytes, u64{world.geometry.slot_bytes});
   const u64 most = rounded((longest + grid - 1) / grid, 128);

@@ -41,7 +41,7 @@ struct DeviceConfig {
 };
 
 struct DeviceOptions {
-  // Equal only where algorithm, blocks, threads, chunk, lines, pull and bulk are; 0: calls are not remembered.
+  // Equal only where algorithm and all of how it is done are; 0: calls are not remembered.
   std::uint64_t id = 0;
   std::string algorithm;
   Order order = Order::any;
@@ -50,6 +50,7 @@ struct DeviceOptions {
   int blocks = 0;           // at most; 0: as many as there are
   int threads = 0;          // of a block of direct_one_shot; 0: as many as it may have
   std::uint64_t chunk = 0;  // of direct_two_shot: bytes of a message; 0: as much as a slot takes
+  bool small = false;       // all_to_all by the kernel of direct_one_shot
   bool lines = false;       // direct_one_shot in lines of 128 bytes, where links keep them whole
   bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
   bool bulk = false;        // and then through shared memory, by bulk copies, where GPUs make them

@@ -3,14 +3,16 @@
 //
 //   load a tile of each source -> combine them in shared memory -> store to each destination
 //
-// A stage holds a tile of each source. The last warp's first thread starts all copies; the other
-// warps combine, and tell it by another landing what is combined. While a stage is combined, those
-// behind it are being loaded and those before it stored; a stage is loaded again when its stores
-// have read it. What is in flight hides the link's latency: with 8 blocks of 64 KiB each, 3 µs.
+// All workers of a crew call it. A stage holds a tile of each source. The last warp's first thread
+// starts all copies; the others combine, and tell it by another landing what is combined. While a
+// stage is combined, those behind it are being loaded and those before it stored; a stage is loaded
+// again when its stores have read it. What is in flight hides the link's latency: with 8 blocks of
+// 64 KiB each, 3 µs.
 //
 // A load always lands, be the peer's process alive or not, so waiting for it needs no deadline.
 #pragma once
 
+#include "fifo.cuh"
 #include "jobs.cuh"
 
 namespace collectives::device {
@@ -42,14 +44,13 @@ class BulkJob {
       }
       bulk_after_all();
     }
-    __syncthreads();
+    named_barrier(kWorkers, kThreads);
     if (threadIdx.x < kCombining) {
       if constexpr (kReduces) combine();
     } else if (threadIdx.x == kCombining) {
       copy();
     }
     rest();
-    __syncthreads();
   }
 
  private:
@@ -91,7 +92,9 @@ class BulkJob {
   }
 
   __device__ static u32 tile_of(int sources) {
-    return static_cast<u32>(sources <= 2 ? kBulkTile : sources <= 6 ? kBulkTile / 2 : kBulkTile / 4);
+    return static_cast<u32>(sources <= 2   ? kBulkTile
+                            : sources <= 6 ? kBulkTile / 2
+                                           : kBulkTile / 4);
   }
   __device__ u32 bytes_of(u32 tile) const {
     return static_cast<u32>(min(static_cast<u64>(tile_), whole_ - u64(tile) * tile_));
@@ -138,7 +141,7 @@ class BulkJob {
   // Less than 16 bytes.
   __device__ void rest() {
     if constexpr (kReduces) {
-      reduce<A>(job_, arithmetic_, whole_);
+      reduce_elements<A>(job_, arithmetic_, whole_);
     } else if (const u64 i = whole_ + threadIdx.x; i < job_.bytes) {
       for (int d = 0; d < job_.ndst; ++d) job_.dst[d][i] = job_.src[0][i];
     }
@@ -152,5 +155,11 @@ class BulkJob {
   u64 whole_;
   u32 tiles_;
 };
+
+template <class A>
+__device__ __noinline__ void bulk_job(const Job& job, const Arithmetic& arithmetic,
+                                      BulkLandings& landings) {
+  BulkJob<A>(job, arithmetic, landings).run();
+}
 
 }  // namespace collectives::device

@@ -31,7 +31,7 @@ namespace {
 
 struct Shared {
   Job combine[2];  // of this chunk, and of the next
-  FifoNumbers numbers;
+  Crew crew;
   BulkLandings landings;
 };
 
@@ -40,7 +40,7 @@ template <class A>
 class TwoShot : public FifoEnds {
  public:
   __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
-      : FifoEnds(call.world, epoch, shared.numbers),
+      : FifoEnds(call.world, epoch, shared.crew),
         call_(call),
         shared_(shared),
         pushes_(call.gather == Gather::push),
@@ -50,12 +50,14 @@ class TwoShot : public FifoEnds {
       if (call.gather != Gather::none) reduce_ = reduce_job_of(call.arithmetic.reducer);
   }
 
-  __device__ bool run(const Entry& entry) {
+  __device__ bool run() {
+    const auto head = [&](int) { return call_.head; };
+    announce_all(head);
     if (threadIdx.x == kThreads - 1) prepare(0);
     if (pushes_ && !(push(0) && push(1))) return false;
     // Room for the last message, where it is the only one.
     const bool alone = !pushes_ && !spreads_;
-    if (!agree(world_, call_.head, entry, alone && !has_room())) return false;
+    if (!agree(head, alone)) return false;
     for (u32 j = 0; j < call_.chunks; ++j) {
       if (!combine(j)) return false;
       if (pushes_ && !push(j + 2)) return false;
@@ -89,38 +91,37 @@ class TwoShot : public FifoEnds {
   __device__ bool push(u32 c) {
     if (c >= call_.chunks) return true;
     if (!wait(true, false)) return false;
-    for (int k = 1; k < world_.nranks; ++k) {
+    for (int k = 1; works() && k < world_.nranks; ++k) {
       const int q = (world_.rank + k) % world_.nranks;
       const Span s = span(q, c);
       copy_bytes(slot_there(q, sent_), call_.input + input_at(q) + s.begin, s.bytes);
     }
-    tell(true, false);
-    return true;
+    return tell(true, false);
   }
 
   // This rank's share: all contributions, in rank order.
   __device__ bool combine(u32 c) {
-    // The next one's job, by a thread of another warp than those that wait.
-    if (threadIdx.x == kThreads - 1 && c + 1 < call_.chunks) prepare(c + 1);
-    if ((spreads_ || pushes_) && !wait(spreads_, pushes_)) return false;
-    const Job& job = shared_.combine[c & 1];
+    if (!wait(spreads_, pushes_)) return false;
+    // The next one's job, by a thread that has nothing else to do.
+    if (role_ == Role::waiter && threadIdx.x % 32 == 31 && c + 1 < call_.chunks) prepare(c + 1);
+    if (works()) work(shared_.combine[c & 1]);
+    return !(spreads_ || pushes_) || tell(spreads_, pushes_);
+  }
+  __device__ void work(const Job& job) {
     if (job.bytes != 0 && job.ndst != 0) {
       if (call_.gather == Gather::none) {
         if (call_.bulk)
-          BulkJob<void>(job, call_.arithmetic, shared_.landings).run();
+          bulk_job<void>(job, call_.arithmetic, shared_.landings);
         else
           copy_job(job);
       } else if (call_.bulk) {
-        if constexpr (!__is_same(A, void))
-          BulkJob<A>(job, call_.arithmetic, shared_.landings).run();
+        if constexpr (!__is_same(A, void)) bulk_job<A>(job, call_.arithmetic, shared_.landings);
       } else if constexpr (__is_same(A, void)) {
         reduce_(job, call_.arithmetic);
       } else {
         reduce<A>(job, call_.arithmetic);
       }
     }
-    tell(spreads_, pushes_);
-    return true;
   }
   __device__ void prepare(u32 c) {
     const int rank = world_.rank;
@@ -156,22 +157,16 @@ class TwoShot : public FifoEnds {
   // The peers' shares, out of their messages.
   __device__ bool collect(u32 c) {
     if (!wait(false, true)) return false;
-    for (int k = 1; k < world_.nranks; ++k) {
+    for (int k = 1; works() && k < world_.nranks; ++k) {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       const Span s = span(q, c);
       copy_bytes(call_.output + output_at(q) + s.begin, slot_here(q, received_), s.bytes);
     }
-    tell(false, true);
-    return true;
+    return tell(false, true);
   }
 
   // All ranks are done with each other's arrays. (There is room for a message.)
-  __device__ bool part() {
-    tell(true, false);
-    if (!wait(false, true)) return false;
-    tell(false, true);
-    return true;
-  }
+  __device__ bool part() { return tell(true, false) && wait(false, true) && tell(false, true); }
 
   const TwoShotCall& call_;
   Shared& shared_;
@@ -180,13 +175,13 @@ class TwoShot : public FifoEnds {
 };
 
 template <class A>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kCrewThreads, 1)
     two_shot_kernel(const __grid_constant__ TwoShotCall call) {
   __shared__ Shared shared;
   const Entry entry = enter(call.world);
   TwoShot<A> strand(call, entry.epoch, shared);
   strand.load();
-  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run(entry)) strand.keep();
+  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
   finish_call(call.world, entry.epoch);
 }
 
@@ -212,8 +207,8 @@ Kernel kernel_of(const TwoShotCall& call) {
 
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
   const int shared_bytes = call.bulk ? kBulkBytes : 0;
-  return launch(kernel_of(call), {blocks, kThreads, call.world.starts_early, shared_bytes}, stream,
-                call);
+  return launch(kernel_of(call), {blocks, kCrewThreads, call.world.starts_early, shared_bytes},
+                stream, call);
 }
 
 namespace {
@@ -221,12 +216,14 @@ const auto kKernels = {two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>
                        two_shot_kernel<Float16Sum>, two_shot_kernel<void>};
 }
 
-int two_shot_residency(int* blocks) { return residency_of<TwoShotCall>(kKernels, blocks); }
+int two_shot_residency(int* blocks) {
+  return residency_of<TwoShotCall>(kKernels, blocks, kCrewThreads);
+}
 
 int allow_bulk() {
   for (const Kernel kernel : kKernels)
-    if (const int error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes))
+    if (const int error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes))
       return error;
   return cudaSuccess;
 }

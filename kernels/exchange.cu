@@ -1,12 +1,16 @@
 // all_to_all by hand: every pair of ranks exchanges blocks, of any lengths.
 //
 //   each block of threads, for its part of every pair's bytes, chunk by chunk:
-//     push      the chunk for each peer into its FIFO
+//     push      the chunk for each peer into its FIFO, one ahead
 //     collect   the chunk from each peer out of its message
 //
 // A rank sends its part of a pair's bytes before it stores what comes to the same place, so that
 // input and output may be one array if all blocks are equal. Only the two ranks of a pair know its
 // length: the sender's word of arrival says what it sends, and the receiver compares it.
+//
+// Nothing is written to a user's array before all ranks agree. The first chunk is on its way by
+// then, if all blocks are equal; else only two ranks may know that they disagree, and the others
+// hear of it since these send nothing.
 //
 // Cost: one crossing of the link, and the bytes of the largest block at the speed of the link, with
 // all pairs at once. A message is sent four ahead of what its receiver has taken.
@@ -20,24 +24,25 @@ namespace {
 
 class Exchange : public FifoEnds {
  public:
-  __device__ Exchange(const ExchangeCall& call, u64 epoch, FifoNumbers& numbers)
-      : FifoEnds(call.world, epoch, numbers), call_(call) {}
+  __device__ Exchange(const ExchangeCall& call, u64 epoch, Crew& crew)
+      : FifoEnds(call.world, epoch, crew), call_(call) {}
 
-  __device__ bool run(const Entry& entry) {
+  __device__ bool run() {
     const auto head = [&](const Share* shares, int q) {
       CallHead pair = call_.head;
       pair.count = shares[q].bytes;
       pair.hash ^= static_cast<u32>(shares[q].bytes * 0x9e3779b97f4a7c15ull >> 32);
       return pair;
     };
-    const bool agreed = agree(
-        world_, entry, [&](int q) { return head(call_.send, q); },
-        [&](int q) { return head(call_.receive, q); });
-    if (!agreed) return false;
+    announce_all([&](int q) { return head(call_.send, q); });
+    const auto expected = [&](int q) { return head(call_.receive, q); };
+    if (call_.alike && !push(0)) return false;
+    if (!agree(expected, false) || (!call_.alike && !push(0))) return false;
     const int rank = world_.rank;
     const u64 own = call_.send[rank].bytes;
     for (u32 c = 0; c < call_.chunks; ++c) {
-      if (!push(c) || !collect(c)) return false;
+      if (!push(c + 1) || !collect(c)) return false;
+      if (!works()) continue;
       const Span s = span(own, c);
       const unsigned char* const from = call_.input + call_.send[rank].begin + s.begin;
       unsigned char* const to = call_.output + call_.receive[rank].begin + s.begin;
@@ -66,51 +71,50 @@ class Exchange : public FifoEnds {
   }
 
   __device__ bool push(u32 c) {
-    const bool mine = for_peer_ && has(call_.send, lane_, c);
+    if (c >= call_.chunks) return true;
+    const bool mine = for_peer_ && has(call_.send, peer_, c);
     if (!wait(mine, false)) return false;
-    for (int k = 1; k < world_.nranks; ++k) {
+    for (int k = 1; works() && k < world_.nranks; ++k) {
       const int q = (world_.rank + k) % world_.nranks;
       if (!has(call_.send, q, c)) continue;
       const Span s = span(call_.send[q].bytes, c);
       copy_bytes(slot_there(q, c), call_.input + call_.send[q].begin + s.begin, s.bytes);
     }
-    tell(mine, false);
-    return true;
+    return tell(mine, false);
   }
   __device__ bool collect(u32 c) {
-    const bool theirs = for_peer_ && has(call_.receive, lane_, c);
+    const bool theirs = for_peer_ && has(call_.receive, peer_, c);
     if (!wait(false, theirs)) return false;
-    for (int k = 1; k < world_.nranks; ++k) {
+    for (int k = 1; works() && k < world_.nranks; ++k) {
       const int q = (world_.rank + world_.nranks - k) % world_.nranks;
       if (!has(call_.receive, q, c)) continue;
       const Span s = span(call_.receive[q].bytes, c);
       copy_bytes(call_.output + call_.receive[q].begin + s.begin, slot_here(q, c), s.bytes);
     }
-    tell(false, theirs);
-    return true;
+    return tell(false, theirs);
   }
 
   const ExchangeCall& call_;
 };
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kCrewThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeCall call) {
-  __shared__ FifoNumbers numbers;
+  __shared__ Crew crew;
   const Entry entry = enter(call.world);
-  Exchange strand(call, entry.epoch, numbers);
+  Exchange strand(call, entry.epoch, crew);
   strand.load();
-  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run(entry)) strand.keep();
+  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
   finish_call(call.world, entry.epoch);
 }
 
 }  // namespace
 
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream) {
-  return launch(exchange_kernel, {blocks, kThreads, call.world.starts_early}, stream, call);
+  return launch(exchange_kernel, {blocks, kCrewThreads, call.world.starts_early}, stream, call);
 }
 
 int exchange_residency(int* blocks) {
-  return residency_of<ExchangeCall>({exchange_kernel}, blocks);
+  return residency_of<ExchangeCall>({exchange_kernel}, blocks, kCrewThreads);
 }
 
 }  // namespace collectives::device

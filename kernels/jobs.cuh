@@ -57,12 +57,15 @@ class PackSum {
   A value_[kUnits];
 };
 
-template <class A, int kPacks>
-__device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
+// A thread's next kPacks packs, which are in flight together; with kSome, those that there are.
+template <class A, int kPacks, bool kSome>
+__device__ __forceinline__ void reduce_packs(const Job& job, u64 at, u64 packs) {
+  const auto is_one = [&](int k) { return !kSome || at + k * kThreads < packs; };
   const auto load = [&](int source, ulonglong2* raw) {
     const ulonglong2* from = reinterpret_cast<const ulonglong2*>(job.src[source]);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) raw[k] = __ldcg(from + at + k * kThreads);
+    for (int k = 0; k < kPacks; ++k)
+      raw[k] = is_one(k) ? __ldcg(from + at + k * kThreads) : ulonglong2{0, 0};
   };
   PackSum<A> sum[kPacks];
   const auto add = [&](const ulonglong2* raw) {
@@ -83,29 +86,17 @@ __device__ __forceinline__ void reduce_packs(const Job& job, u64 at) {
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     const ulonglong2 result = sum[k].finish(job);
-    for (int d = 0; d < job.ndst; ++d)
+    for (int d = 0; d < job.ndst && is_one(k); ++d)
       reinterpret_cast<ulonglong2*>(job.dst[d])[at + k * kThreads] = result;
   }
 }
 
-// From the byte `begin` on, a multiple of 16, which may not be 0 only where all is aligned to 16.
+// Element by element, from the byte `begin` on: what is not aligned, or less than a pack.
 template <class A>
-__device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithmetic,
-                                       u64 begin = 0) {
+__device__ __noinline__ void reduce_elements(const Job& job, const Arithmetic& arithmetic,
+                                             u64 begin) {
   using F = typename A::FormatType;
-  // More packs in flight for the sums that are hot. (Each instance costs seconds to compile.)
-  constexpr int kPacks = A::kSum && !F::kComplex && F::kParts <= 4 ? (F::kParts == 4 ? 2 : 4) : 1;
-  bool aligned = job.scaled == 0;  // premul_sum goes by elements, which keeps the code small
-  for (int s = 0; s < job.nsrc; ++s) aligned = aligned && aligned_to(job.src[s], 16);
-  for (int d = 0; d < job.ndst; ++d) aligned = aligned && aligned_to(job.dst[d], 16);
-  const u64 packs = aligned ? job.bytes / 16 : 0;
-  u64 at = begin / 16 + threadIdx.x;
-  for (; at + (kPacks - 1) * kThreads < packs; at += kPacks * kThreads)
-    reduce_packs<A, kPacks>(job, at);
-  if constexpr (kPacks > 1)
-    for (; at < packs; at += kThreads) reduce_packs<A, 1>(job, at);
-  // The rest, or all if something is not aligned.
-  for (u64 i = packs * 16 + threadIdx.x * F::kElement; i < job.bytes; i += kThreads * F::kElement) {
+  for (u64 i = begin + threadIdx.x * F::kElement; i < job.bytes; i += kThreads * F::kElement) {
     A value;
     for (int s = 0; s < job.nsrc; ++s) {
       A operand;
@@ -121,6 +112,23 @@ __device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithme
     finish_value(value, job);
     for (int d = 0; d < job.ndst; ++d) store_element<F>(job.dst[d] + i, value.store());
   }
+}
+
+template <class A>
+__device__ __forceinline__ void reduce(const Job& job, const Arithmetic& arithmetic) {
+  using F = typename A::FormatType;
+  // More packs in flight for the sums that are hot. (Each instance costs seconds to compile.)
+  constexpr int kPacks = A::kSum && !F::kComplex && F::kParts <= 4 ? (F::kParts == 4 ? 2 : 4) : 1;
+  bool aligned = job.scaled == 0;  // premul_sum goes by elements, which keeps the code small
+  for (int s = 0; s < job.nsrc; ++s) aligned = aligned && aligned_to(job.src[s], 16);
+  for (int d = 0; d < job.ndst; ++d) aligned = aligned && aligned_to(job.dst[d], 16);
+  const u64 packs = aligned ? job.bytes / 16 : 0;
+  u64 at = threadIdx.x;
+  for (; at + (kPacks - 1) * kThreads < packs; at += kPacks * kThreads)
+    reduce_packs<A, kPacks, false>(job, at, packs);
+  if constexpr (kPacks > 1)
+    if (at < packs) reduce_packs<A, kPacks, true>(job, at, packs);
+  reduce_elements<A>(job, arithmetic, packs * 16);
 }
 
 template <class A>
@@ -150,9 +158,15 @@ __device__ __forceinline__ void copy_as(const Copy& c, u64 begin, u64 end) {
       for (int k = 0; k < kAhead; ++k) reinterpret_cast<T*>(c.dst[d])[at + k * kThreads] = raw[k];
     }
   }
-  for (; at < last; at += kThreads) {
-    const T raw = __ldcg(from + at);
-    for (int d = 0; d < c.ndst; ++d) reinterpret_cast<T*>(c.dst[d])[at] = raw;
+  if (at >= last) return;
+  T raw[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k)
+    if (at + k * kThreads < last) raw[k] = __ldcg(from + at + k * kThreads);
+  for (int d = 0; d < c.ndst; ++d) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k)
+      if (at + k * kThreads < last) reinterpret_cast<T*>(c.dst[d])[at + k * kThreads] = raw[k];
   }
 }
 

@@ -186,31 +186,30 @@ __device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64
   return true;
 }
 
-// All blocks wait until all ranks are in this call; false if a rank is in another one, or if any
-// thread has failed before. `told` is what rank q is told of this call, `expected` what it should
-// say.
-template <class Told, class Expected>
-__device__ inline bool agree(const DeviceWorld& world, const Entry& entry, Told told,
-                             Expected expected, bool failed = false) {
-  const u64 epoch = entry.epoch;
-  failed = has_left(world, entry) || failed;
+// Waits until `peer` is in this call, with what is expected of it; false if it is in another one,
+// or the rank gave up.
+__device__ inline bool has_arrived(const DeviceWorld& world, const CallHead& expected, u64 epoch,
+                                   int peer) {
+  const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][peer].word;
+  const Waiting what{Phase::arrival, peer, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
+  return wait_until(world, what,
+                    [&](u64& seen) {
+                      const u64 now = load_acquire(word);
+                      seen = now >> 32;
+                      return u32(seen) == u32(epoch);
+                    }) &&
+         !disagrees(world, expected, epoch, peer);
+}
+
+// All blocks wait until all ranks are in this call; false if a rank is in another one.
+__device__ inline bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry) {
+  bool failed = has_left(world, entry);
   const int q = static_cast<int>(threadIdx.x);
   if (q < world.nranks && q != world.rank && !failed) {
-    if (blockIdx.x == 0) announce(world, told(q), epoch, q);
-    const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][q].word;
-    const Waiting what{Phase::arrival, q, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
-    failed = !wait_until(world, what, [&](u64& seen) {
-      const u64 now = load_acquire(word);
-      seen = now >> 32;
-      return u32(seen) == u32(epoch);
-    }) || disagrees(world, expected(q), epoch, q);
+    if (blockIdx.x == 0) announce(world, head, entry.epoch, q);
+    failed = !has_arrived(world, head, entry.epoch, q);
   }
   return __syncthreads_or(failed) == 0;
-}
-__device__ inline bool agree(const DeviceWorld& world, const CallHead& head, const Entry& entry,
-                             bool failed = false) {
-  const auto same = [&](int) { return head; };
-  return agree(world, entry, same, same, failed);
 }
 
 // All threads of all blocks call this last. The last block advances the epoch: calls of one rank

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 # direct_one_shot, by the bytes that a rank sends to each peer: up to _PACKETS in packets, which are
-# the fastest for the smallest but send twice the bytes, then in lines. Up to _LINES all_reduce goes
-# so. For all_reduce on two GPUs the limits were measured on H200, for three and four on 4 H100; for
-# more ranks, the bytes that cross each link are kept alike. For the other collectives nothing was
-# measured: they take over what all_reduce sends to each peer.
-_PACKETS = {2: 256 << 10, 4: 64 << 10, 8: 32 << 10}
+# the fastest for the smallest but send twice the bytes, then in lines, up to _LINES. The limits for
+# two GPUs were measured on H200, for three and four on 4 H100; for more ranks, the bytes that cross
+# each link are kept alike.
+_PACKETS = {2: 128 << 10, 4: 64 << 10, 8: 32 << 10}
 _LINES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
-# reduce_scatter and all_gather, all blocks together, while a pair exchanges no more than _LINES:
-# measured is only that direct_two_shot is slower than NCCL on two H200 up to 512 KiB and faster
-# from 4 MiB up, not where direct_one_shot and direct_two_shot meet.
-_BLOCKS_AT_ONCE = 1 << 20
+# Threads of its blocks: one block for the smallest, as long as it has room, saves the blocks'
+# meeting at the end; else small blocks, on more multiprocessors.
+_ONE_BLOCK, _IN_ONE_BLOCK = 512, 4 << 10
+_THREADS = 256
 # all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
 # has them written above (links carry more writes than reads).
 _PULL_BELOW = 16 << 20
+# With so few blocks or less it reads them by bulk copies: these keep more bytes in flight than the
+# threads of a block do. (On two H200 at 64 MiB: 8 blocks 245 us, where threads take 347.)
+_BULK_BLOCKS = 32
 # Blocks of direct_two_shot for three and more ranks up to _FEW_BLOCKS_BELOW: with more, the signals
 # between all pairs take longer than the bytes.
 _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
@@ -26,10 +28,10 @@ _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
 # multiprocessors, and a kernel of cuBLAS finds no room beside one.
 _BLOCKS_BESIDE = 32
 # One message to each peer from the root, until the root's link is full for longer than a ring of
-# all ranks needs to fill.
-_ROOT_SENDS_ALL = 256 << 10
+# all ranks needs to fill; with two ranks a ring sends no less.
+_ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
 # Where a pair of ranks exchanges one block, not the whole array.
-_BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter")
+_BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 
 @lru_cache(1024)
@@ -40,11 +42,11 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
     if collective == "all_reduce":
         return "direct_one_shot" if nbytes <= _of(_LINES, nranks) else "direct_two_shot"
     if collective in ("reduce_scatter", "all_gather"):
-        small = nbytes <= min(_BLOCKS_AT_ONCE, nranks * _of(_LINES, nranks))
+        small = nbytes <= nranks * _of(_LINES, nranks)
         return "direct_one_shot" if small else "direct_two_shot"
     if collective == "all_to_all":
         return "direct_two_shot"
-    if collective in ("broadcast", "reduce") and nbytes > _ROOT_SENDS_ALL:
+    if collective in ("broadcast", "reduce") and nbytes > _of(_ROOT_SENDS_ALL, nranks):
         return "ring"
     return "direct_one_shot"
 
@@ -53,17 +55,19 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
 class Launch:
     """How a kernel made by hand does a call.
 
-    blocks  thread blocks at most; 0: all that the communicator may take
-    threads of a block of direct_one_shot; 0: 512
-    chunk   bytes of a message of direct_two_shot; 0: as much as a slot takes
-    lines   direct_one_shot in lines of 128 bytes, not in packets of 16
-    pull    direct_two_shot on symmetric buffers reads the peers' contributions
-    bulk    and then copies in bulk through shared memory, where the GPU can: few blocks fill the link
+    blocks   thread blocks at most; 0: all that the communicator may take
+    threads  of a block of direct_one_shot; 0: 512
+    chunk    bytes of a message of direct_two_shot; 0: as much as a slot takes
+    small    all_to_all by the kernel of direct_one_shot, if all blocks are equal
+    lines    direct_one_shot in lines of 128 bytes, not in packets of 16
+    pull     direct_two_shot on symmetric buffers reads the peers' contributions
+    bulk     and does so by bulk copies through shared memory, where the GPU makes them
     """
 
     blocks: int = 0
     threads: int = 0
     chunk: int = 0
+    small: bool = False
     lines: bool = False
     pull: bool = False
     bulk: bool = False
@@ -74,20 +78,35 @@ _PLAIN = Launch()
 
 @lru_cache(1024)
 def device_launch(
-    algorithm: str, collective: str, nbytes: int, nranks: int, beside: bool = False
+    algorithm: str,
+    collective: str,
+    nbytes: int,
+    nranks: int,
+    beside: bool = False,
+    most: int = 128,
 ) -> Launch:
     """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own.
 
     beside  another stream computes meanwhile
+    most    thread blocks that the communicator may take
     """
+    each = nbytes // nranks if collective in _BLOCKED else nbytes
     if algorithm == "direct_one_shot":
-        each = nbytes / nranks if collective in _BLOCKED else nbytes
-        return Launch(lines=each > _of(_PACKETS, nranks))
-    if algorithm == "direct_two_shot":
-        few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
-        blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
-        return Launch(blocks=blocks, pull=nbytes < _PULL_BELOW)
-    return _PLAIN
+        return _one_shot(each, nranks)
+    if algorithm != "direct_two_shot":
+        return _PLAIN
+    if collective == "all_to_all":
+        return _one_shot(each, nranks) if each <= _of(_LINES, nranks) else _PLAIN
+    few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
+    blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
+    bulk = not few and min(blocks or most, most) <= _BULK_BLOCKS
+    return Launch(blocks=blocks, pull=bulk or nbytes < _PULL_BELOW, bulk=bulk)
+
+
+def _one_shot(each: int, nranks: int) -> Launch:
+    lines = each > _of(_PACKETS, nranks)
+    threads = _ONE_BLOCK if each <= _IN_ONE_BLOCK else _THREADS
+    return Launch(threads=threads, lines=lines, small=True)
 
 
 def _of(limits: dict[int, int], nranks: int) -> int:

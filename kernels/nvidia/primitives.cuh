@@ -64,7 +64,8 @@ __device__ inline Packet load_packet(const Packet* p) {
 }
 
 // 128 bytes that eight threads of a warp store and load at once, two words each; the last word is
-// the flag. `together` is the mask of all that come here at once, `is_any` that a thread has a line.
+// the flag. `together` is the mask of all that come here at once, `is_any` that a thread has a
+// line.
 struct alignas(128) Line {
   u64 word[16];
 };
@@ -193,6 +194,13 @@ __device__ inline void wait_bulk_written() {}
 __device__ inline void bulk_after_all() {}
 __device__ inline void bulk_after_shared() {}
 #endif
+
+// ---- threads of a block that meet ---------------------------------------------------------------
+
+// `threads` of a block, whole warps, meet at barrier `id`, 1 to 15.
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- time ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@
 
 #include "cuda_runtime_api.h"
 #include "fibers.hpp"
-#include "machine.hpp"
 
 #define __device__
 #define __global__
@@ -155,8 +154,8 @@ inline cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribu
 }
 template <class... Parameters>
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,
-                                                                 void (*)(Parameters...),
-                                                                 int threads, std::size_t) {
-  *blocks = max(1, emulated::kBlocksOfProcessor * collectives::device::kThreads / threads);
+                                                                 void (*)(Parameters...), int,
+                                                                 std::size_t) {
+  *blocks = emulated::kBlocksOfProcessor;
   return cudaSuccess;
 }

@@ -9,6 +9,7 @@
 #include <time.h>
 #include <ucontext.h>
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -59,6 +60,7 @@ class Runner {
     fibers_ = std::vector<Fiber>(n);
     warps_ = std::vector<WarpMeeting>(n);
     meeting_ = Meeting{};
+    named_ = {};
     kernel_ = &kernel;
     live_ = n;
     for (unsigned i = 0; i < n; ++i) fibers_[i].here = {Dim3(i, 0, 0), &block};
@@ -103,6 +105,14 @@ class Runner {
     const unsigned generation = m.generation;
     if (!complete()) wait(&m.generation, generation);
     return m.result;
+  }
+
+  void meet_at(int id, unsigned fibers) {
+    Meeting& m = named_[static_cast<std::size_t>(id)];
+    const unsigned generation = m.generation;
+    if (++m.arrived < fibers) return wait(&m.generation, generation);
+    m.arrived = 0;
+    ++m.generation;
   }
 
   WarpMeeting& meet(unsigned mask, unsigned long long own, unsigned* parity) {
@@ -171,6 +181,7 @@ class Runner {
   std::vector<Fiber> fibers_;
   std::vector<WarpMeeting> warps_;
   Meeting meeting_;
+  std::array<Meeting, 16> named_;
   Fiber* current_ = nullptr;
   const std::function<void()>* kernel_ = nullptr;
   unsigned live_ = 0;
@@ -188,6 +199,7 @@ Runner& runner() {
 const Here& here() { return runner().here(); }
 void poll() { runner().poll(); }
 bool sync_block(bool own) { return runner().sync(own); }
+void meet_at(int id, int fibers) { runner().meet_at(id, static_cast<unsigned>(fibers)); }
 unsigned long long warp_exchange(unsigned mask, unsigned long long own, int lane) {
   unsigned parity = 0;
   const WarpMeeting& m = runner().meet(mask, own, &parity);

@@ -4,7 +4,7 @@
 namespace collectives::device {
 
 inline constexpr int kThreads = 64;  // of a block
-inline constexpr int kWholeThreads = 2 * kThreads;
+inline constexpr int kWholeThreads = kThreads;
 inline constexpr int kBulkBytes = 12 << 10;
 inline constexpr int kBulkTile = 2 * 16 * (kThreads - 32);
 

@@ -40,7 +40,9 @@ MUTANTS = (
     ),
     Mutant(
         "lines that do not look at the flag", "direct_one_shot.cu",
-        "return seen == flag_of(flags);", "return true;", "test_one_shot and lines-3",
+        "return __all_sync(kTogether, seen == flag_of(flags)) != 0;",
+        "return __all_sync(kTogether, seen == flag_of(flags) || true) != 0;",
+        "test_one_shot and lines-3",
     ),
     Mutant(
         "no packet between ranks that have nothing for each other", "direct_one_shot.cu",
@@ -57,8 +59,26 @@ MUTANTS = (
     ),
     Mutant(
         "a message told before its block has written it", "fifo.cuh",
-        "    __syncthreads();\n    sent_ += sent;", "    sent_ += sent;",
-        "test_two_shot and push-any-3",
+        "    named_barrier(kDone, kThreads + 32);\n    if (role_ == Role::worker) return true;",
+        "    if (role_ == Role::worker) return true;", "test_two_shot and push-any-3",
+    ),
+    Mutant(
+        "work that does not wait for what it needs", "fifo.cuh",
+        "    named_barrier(kReady, kThreads + 32);\n    if (!has_failed())",
+        "    if (!has_failed())", "test_two_shot and push-any-3",
+    ),
+    Mutant(
+        "bulk loads that are used before they have landed", "bulk.cuh",
+        "while (!has_landed(&landings_.loaded[turn.stage], turn.parity)) poll_again();", "",
+        "test_two_shot and bulk-symmetric-3",
+    ),
+    Mutant(
+        "bulk loads over what is still being stored", "bulk.cuh",
+        "wait_bulk_read<kStoring>();", "", "test_two_shot and bulk-symmetric-3",
+    ),
+    Mutant(
+        "bulk stores that nobody waits for", "bulk.cuh",
+        "    wait_bulk_written();", "", "test_two_shot and bulk-symmetric-3",
     ),
     Mutant(
         "no waiting for ranks that still read or write", "direct_two_shot.cu",

@@ -139,6 +139,8 @@ inline void wait_bulk_written() {
 inline void bulk_after_all() {}
 inline void bulk_after_shared() {}
 
+inline void named_barrier(int id, int threads) { emulated::meet_at(id, threads); }
+
 inline u64 clock_ns() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                               std::chrono::steady_clock::now().time_since_epoch())
