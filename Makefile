@@ -17,6 +17,7 @@ MINUTES ?= 30# of `make soak`
 MESSAGES ?= 1200000# of `make fuzz`
 PYTEST_ARGS ?= --quiet --numprocesses=2
 BENCH_ARGS ?=
+SUITE_ARGS ?=
 TORCH_REQUIREMENT ?= torch==2.13.0# the release that CI tests
 
 VENV := .venv

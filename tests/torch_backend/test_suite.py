@@ -1,5 +1,5 @@
-"""How torch's suite is run: each outcome is told, nothing hangs, and a run that is cut off says what
-it did not run. And what is compared.
+"""How torch's suite is run: each outcome is told, nothing hangs, a run that is cut off says what
+it did not run; and what is compared.
 """
 
 from __future__ import annotations
