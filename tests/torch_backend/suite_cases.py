@@ -65,6 +65,7 @@ class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._
         # A rank that was not forked has not been told yet.
         backend, seconds, port = os.environ[ON_TEST].split()
         use(backend, int(seconds), int(port))
+        distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
         super()._run(*args, **kwargs)
 
 
