@@ -94,7 +94,7 @@ def value(row: np.ndarray[Any, Any]) -> float:
     """What a row of `exact` amounts to, rounded once; NaN if something was not finite."""
     if row[LIMBS]:
         return math.nan
-    total = sum(int(limb) << (32 * i) for i, limb in enumerate(row[:LIMBS]))
+    total = sum(limb << (32 * i) for i, limb in enumerate(row[:LIMBS].tolist()))
     shift = max(0, total.bit_length() - 64)
     if shift:  # to 64 bits, with a last bit that says whether anything was cut off
         total = (total >> shift) | bool(total & ((1 << shift) - 1))
