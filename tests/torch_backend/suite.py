@@ -7,7 +7,7 @@
 The cases are those of torch/testing/_internal/distributed/distributed_test.py, which ships with
 torch. Every case that is run on the peer is run on this backend too, and takes the same way (see
 suite_cases.py). Cases take turns on the backends, so a run that is cut off (--limit-seconds) has
-compared what it has; `--json FILE --resume` runs the rest.
+compared what it has; `--json FILE --resume` runs the rest, and once more what failed.
 
 Each case runs in processes of its own, --jobs cases at a time. They are forked from one that has
 imported torch, and in which nothing of it has run, instead of torch's `spawn`: importing torch
@@ -90,7 +90,12 @@ def tasks(cases: str, backends: list[str], done: Results) -> list[Task]:
 
     names = unittest.TestLoader().getTestCaseNames(suite_cases.Cases)
     wanted = sorted((n for n in names if re.search(cases, n)), key=lambda n: n not in _LONG)
-    return [Task(n, b) for n in wanted for b in backends if n not in done.get(b, {})]
+    return [
+        Task(name, backend)
+        for name in wanted
+        for backend in backends
+        if done.get(backend, {}).get(name, {}).get("outcome", "failed") == "failed"
+    ]
 
 
 def first_line(why: str) -> str:
@@ -188,7 +193,7 @@ def main() -> int:
     parser.add_argument("--limit-seconds", type=float, help="no case starts later than that")
     parser.add_argument("--grace", type=float, default=20, help="what runs then has these seconds")
     parser.add_argument("--json", type=Path, help="where outcomes go, each as it is there")
-    parser.add_argument("--resume", action="store_true", help="run what the file does not have")
+    parser.add_argument("--resume", action="store_true", help="run what did not pass there")
     parser.add_argument("--log", type=Path, help="where a case's output goes, if it fails")
     options = parser.parse_args()
 

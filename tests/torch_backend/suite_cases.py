@@ -18,6 +18,8 @@ import torch
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed import distributed_test
 
+import collectives.torch
+
 PEER = os.environ["BACKEND"]
 ON_TEST = "BACKEND_ON_TEST"  # the environment's name for what `use` was told
 
@@ -65,6 +67,7 @@ class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._
         # A rank that was not forked has not been told yet.
         backend, seconds, port = os.environ[ON_TEST].split()
         use(backend, int(seconds), int(port))
+        collectives.torch.register()
         distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
         super()._run(*args, **kwargs)
 
@@ -72,6 +75,7 @@ class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._
 def prepare() -> None:
     """Imports what the ranks would import each for itself."""
     torch.set_num_threads(1)
+    collectives.torch.register()  # where the package is not installed, torch has not found it
     importlib.import_module("collectives.torch.group")
 
 
