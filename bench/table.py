@@ -13,7 +13,7 @@ one host, algorithms chosen by size, loops in C++. docs/gpu.md gets the same of 
 in CUDA graphs. docs/benchmarks.md gets a section for each run. A
 ratio is a peer's time divided by ours of the same run, so runs are never compared with each other;
 where several runs have a row of the summary, our time there is their median. A run with a wrong
-element is refused. The tables of docs/torch.md are made by torch_tables.py.
+element is refused. The tables of docs/torch.md and docs/training.md are made by torch_tables.py.
 """
 
 import json
@@ -34,6 +34,7 @@ PAGES = [
     (ROOT / "docs" / "gpu.md", "gpu summary"),
     (ROOT / "docs" / "torch.md", "torch suite"),
     (ROOT / "docs" / "torch.md", "torch steps"),
+    (ROOT / "docs" / "training.md", "training"),
 ]
 HOW = "make bench BENCH_ARGS='--peer mpi --json bench/results/NAME.json'"
 
@@ -250,6 +251,7 @@ def main(arguments: list[str]) -> int:
         "gpu all": everything(gpus, GPU),
         "torch suite": torch_tables.suite(RESULTS),
         "torch steps": torch_tables.steps(RESULTS),
+        "training": torch_tables.training(RESULTS),
     }
     status = 0
     for path, kind in PAGES:

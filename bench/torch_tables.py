@@ -1,4 +1,6 @@
-"""Tables of docs/torch.md, for bench/table.py: steps beside a peer, and torch's own suite."""
+"""Tables of docs/torch.md and docs/training.md, for bench/table.py: steps beside a peer, and
+torch's own suite.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,10 @@ NO_STEPS = (
 NO_SUITE = (
     "No results yet: `make test-torch-suite SUITE_ARGS='--json "
     "bench/results/torch-suite-cpu-3.json'`, then `python bench/table.py`."
+)
+NO_TRAINING = (
+    "No results yet: `python -m collectives run -n 2 bench/train_gpu.py --json "
+    "bench/results/train-gpu-2.json`, then `python bench/table.py`."
 )
 _NAMES = {"nccl": "NCCL", "gloo": "Gloo", "collectives": "this backend"}
 _KINDS = {"ddp": "DDP", "fsdp2": "FSDP2"}
@@ -67,6 +73,49 @@ def steps(folder: Path) -> list[str]:
         body.append(["without synchronisation", f"{run['step_ms']['alone']:.1f}", alone, *[""] * 4])
         lines += [*_rows(head, body), ""]
     return lines[:-1] or [NO_STEPS]
+
+
+def training(folder: Path) -> list[str]:
+    """A table for each run of bench/train_gpu.py: steps of each way, by batch."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("train-gpu-*.json")):
+        run: dict[str, Any] = json.loads(path.read_text())
+        header, rows = run["header"], run["rows"]
+        batches = list(dict.fromkeys(row["batch"] for row in rows))
+        found = {(row["name"], row["batch"]): row for row in rows}
+        steps = sorted({row["steps"] for row in rows})
+        counted = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        lines += [
+            f"{header['ranks']} {header['gpu']}, torch {header['versions']['torch']}, NCCL "
+            f"{header['nccl']}; a decoder of {header['parameters'] / 1e6:.0f} million parameters "
+            f"in bfloat16, AdamW; {counted} steps of each way in one run (`{header['command']}`, commit {header['commit'][:12]}, "
+            f"{header['date'][:10]}). Batches are sequences x tokens a rank.",
+            "",
+        ]
+        head = [""]
+        for batch in batches:
+            head += [f"{batch}: step", "90th percentile", "exposed", "scaling", "memory"]
+        body = []
+        for name in dict.fromkeys(row["name"] for row in rows):
+            cells = [name.replace("collectives alone", "this trainer alone")]
+            cells[0] = cells[0].removeprefix("collectives ")
+            for batch in batches:
+                row = found.get((name, batch))
+                cells += [""] * 5 if row is None else _cells_of_training(row)
+            body.append(cells)
+        lines += [*_rows(head, body), ""]
+    return lines[:-1] or [NO_TRAINING]
+
+
+def _cells_of_training(row: dict[str, Any]) -> list[str]:
+    alone = "alone" in row["name"]
+    return [
+        f"{row['median_ms']:.1f} ms",
+        f"{row['p90_ms']:.1f} ms",
+        "" if alone else f"{row['exposed_ms']:.1f} ms",
+        "" if alone else f"{row['scaling_efficiency']:.2f}",
+        f"{row['device_peak_bytes'] / (1 << 30):.1f} GiB",
+    ]
 
 
 def suite(folder: Path) -> list[str]:
