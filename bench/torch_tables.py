@@ -89,7 +89,8 @@ def training(folder: Path) -> list[str]:
             f"{header['ranks']} {header['gpu']}, torch {header['versions']['torch']}, NCCL "
             f"{header['nccl']}; a decoder of {header['parameters'] / 1e6:.0f} million parameters "
             f"in bfloat16, AdamW; {counted} steps of each way in one run "
-            f"(`{header['command']}`, commit {header['commit'][:12]}, {header['date'][:10]}). Batches are sequences x tokens a rank.",
+            f"(`{header['command']}`, commit {header['commit'][:12]}, {header['date'][:10]}). "
+            "Batches are sequences x tokens a rank.",
             "",
         ]
         head = [""]
