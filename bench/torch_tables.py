@@ -119,27 +119,38 @@ def _cells_of_training(row: dict[str, Any]) -> list[str]:
     ]
 
 
+_WHERE = {
+    "cpu": "CPU tensors",
+    "cuda": "CUDA tensors",
+    "pretended": "cases for GPUs, on CPU tensors",
+}
+
+
 def suite(folder: Path) -> list[str]:
-    """What came of torch's own suite, and what is excepted or missing."""
+    """What came of torch's own suite, and which cases fail on this backend alone."""
     body: list[list[str]] = []
     notes: list[str] = []
     for path in sorted(folder.glob("torch-suite-*.json")):
         run: dict[str, Any] = json.loads(path.read_text())
         of, results = run["about"]["of"], run["results"]
-        what = (
-            f"{of['device']}, {of['world']} ranks, torch {of['torch']}, {run['about']['date'][:10]}"
-        )
+        peer, where = run["about"]["peer"], _WHERE[of["device"]]
+        what = f"{where}, {of['world']} ranks, torch {of['torch']}, {run['about']['date'][:10]}"
         for backend in sorted(results):
             said = [one["outcome"] for one in results[backend].values()]
             counts = [str(said.count(o)) for o in ("passed", "failed", "skipped")]
             left = sum(task[1] == backend for task in run["not_run"])
             body.append([what, _NAMES[backend], *counts, str(left)])
+        both = 0
         for case, one in sorted(results.get("collectives", {}).items()):
-            if one["outcome"] == "failed":
+            theirs = results.get(peer, {}).get(case, {}).get("outcome", "not run")
+            if one["outcome"] == "failed" and theirs == "failed":
+                both += 1
+            elif one["outcome"] == "failed":
                 why = run["about"]["exceptions"].get(case)
-                theirs = results[run["about"]["peer"]].get(case, {}).get("outcome", "not run")
-                reason = f"excepted: {why}" if why else f"{_NAMES[run['about']['peer']]}: {theirs}"
-                notes.append(f"- `{case}` ({of['device']}) fails here; {reason}")
+                reason = f"excepted: {why}" if why else f"{_NAMES[peer]}: {theirs}"
+                notes.append(f"- `{case}` ({where}) fails here; {reason}")
+        if both:
+            notes.append(f"- {where}: {both} cases fail on this backend and on {_NAMES[peer]}")
     if not body:
         return [NO_SUITE]
     return [*_rows(["", "", "passed", "failed", "skipped", "not run"], body), "", *notes]

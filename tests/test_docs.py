@@ -291,8 +291,8 @@ def test_table_of_torchs_suite(tmp_path):
     tables = load(ROOT / "bench" / "torch_tables.py")
     assert tables.suite(tmp_path) == [tables.NO_SUITE]
     outcomes = {
-        "collectives": {"a": "passed", "b": "failed", "c": "failed", "d": "skipped"},
-        "gloo": {"a": "passed", "b": "passed", "c": "passed", "d": "skipped"},
+        "collectives": {"a": "passed", "b": "failed", "c": "failed", "d": "skipped", "f": "failed"},
+        "gloo": {"a": "passed", "b": "passed", "c": "passed", "d": "skipped", "f": "failed"},
     }
     suite = {
         "about": {
@@ -309,11 +309,12 @@ def test_table_of_torchs_suite(tmp_path):
     }
     (tmp_path / "torch-suite-cpu.json").write_text(json.dumps(suite))
     text = "\n".join(tables.suite(tmp_path))
-    where = "cpu, 3 ranks, torch 2.13.0, 2000-01-01"
-    assert f"| {where} | this backend | 1 | 2 | 1 | 0 |" in text
-    assert f"| {where} | Gloo | 3 | 0 | 1 | 1 |" in text
-    assert "- `b` (cpu) fails here; excepted: a reason" in text
-    assert "- `c` (cpu) fails here; Gloo: passed" in text
+    where = "CPU tensors, 3 ranks, torch 2.13.0, 2000-01-01"
+    assert f"| {where} | this backend | 1 | 3 | 1 | 0 |" in text
+    assert f"| {where} | Gloo | 3 | 1 | 1 | 1 |" in text
+    assert "- `b` (CPU tensors) fails here; excepted: a reason" in text
+    assert "- `c` (CPU tensors) fails here; Gloo: passed" in text
+    assert "- CPU tensors: 1 cases fail on this backend and on Gloo" in text and "`f`" not in text
 
 
 def test_table_of_training(tmp_path):
