@@ -46,6 +46,7 @@ CASES_OF = {"cpu": "gloo", "cuda": "nccl", "pretended": "nccl"}  # the backend t
 _WORDS = (
     "compares the words of Gloo's error; this backend raises DeadlineError, in words of its own"
 )
+_EVENTS = "looks for asynchronous events of the profiler, which torch lets only C++ record"
 EXCEPTIONS = {
     "cpu": {
         "test_barrier_timeout_full_group": _WORDS,
@@ -54,12 +55,8 @@ EXCEPTIONS = {
         "test_monitored_barrier_gloo_rank_0_timeout": _WORDS,
         "test_monitored_barrier_gloo_subgroup": _WORDS,
     },
-    "cuda": {
-        "test_ddp_profiling_torch_profiler": (
-            "looks for asynchronous events of the profiler; torch lets only C++ record such"
-        ),
-    },
-    "pretended": {},
+    "cuda": {"test_ddp_profiling_torch_profiler": _EVENTS},
+    "pretended": {"test_ddp_profiling_torch_profiler": _EVENTS},
 }
 
 # Cases that are left out.

@@ -67,7 +67,12 @@ def believe(suite_cases: Any) -> None:
         return to(self, *("cpu" if is_gpu(a) else a for a in args), **kwargs)
 
     def ddp(
-        self: Any, module: Any, device_ids: Any = None, output: Any = None, *args: Any, **more: Any
+        self: Any,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **more: Any,
     ) -> None:
         init(self, module, None, None, *args, **more)
 
