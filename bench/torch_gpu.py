@@ -4,16 +4,17 @@
 
 One GPU for each rank, bfloat16. Measured are steps of DistributedDataParallel and of FSDP2
 (fully_shard), on both backends, and the same step without synchronisation: what a step takes longer
-than that is the communication that is exposed. All variants take turns, a window each; a figure is
-the median over windows of the slowest rank. Before anything is timed, both backends must have
-trained alike. `--small` tries the script on a small model, also without GPUs (beside Gloo).
+than that is the communication that is exposed. All variants take turns, a window each, forth and
+back (see turns.py); a figure is the median over windows of the slowest rank. Before anything is
+timed, both backends must have trained alike. `--seconds S` ends the script within S seconds after
+its imports, if that is enough for two windows of each; the file is written after each window.
+`--small` tries the script on a small model, also without GPUs (beside Gloo).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -25,6 +26,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast stays off, for both
 
 import torch
 import torch.distributed as dist
+import turns
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
@@ -66,9 +68,14 @@ class Decoder(nn.Module):
 Step = Callable[[], torch.Tensor]
 
 
+def shape_of(options: argparse.Namespace) -> tuple[int, int, int, int]:
+    """What a Decoder is made of."""
+    return (2, 128, 512, options.length) if options.small else (24, 1024, 32768, options.length)
+
+
 def variants(options: argparse.Namespace, device: torch.device, peer: str) -> dict[str, Step]:
     """A step of each: forward, backward, optimiser. Each returns its loss."""
-    shape = (2, 128, 512, options.length) if options.small else (24, 1024, 32768, options.length)
+    shape = shape_of(options)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(shape[2], (options.batch, options.length + 1), generator=generator)
     tokens = tokens.to(device)
@@ -92,15 +99,16 @@ def variants(options: argparse.Namespace, device: torch.device, peer: str) -> di
         return step
 
     made: dict[str, Step] = {}
-    for name in ("collectives", peer):
-        group = dist.group.WORLD if name == "collectives" else dist.new_group(backend=name)
+    groups = {"collectives": dist.group.WORLD, peer: dist.new_group(backend=peer)}
+    for name, group in groups.items():
         made[f"ddp {name}"] = stepping(DistributedDataParallel(model(), process_group=group))
+    made["alone"] = stepping(DistributedDataParallel(model()), synchronised=False)
+    for name, group in groups.items():
         mesh = dist.DeviceMesh.from_group(group, device.type)
         sharded = model()
         for block in sharded.blocks:
             fully_shard(block, mesh=mesh)
         made[f"fsdp2 {name}"] = stepping(fully_shard(sharded, mesh=mesh))
-    made["alone"] = stepping(DistributedDataParallel(model()), synchronised=False)
     return made
 
 
@@ -112,9 +120,53 @@ def window(step: Step, times: int, device: torch.device) -> float:
         step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    taken = torch.tensor([(time.perf_counter() - began) / times * 1e3], device=device)
+    taken = torch.tensor([(time.perf_counter() - began) / times * 1e3], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return taken.item()
+
+
+def agree(wish: bool) -> bool:
+    """What rank 0 wishes."""
+    wishes = torch.tensor([wish])
+    dist.broadcast(wishes, 0)
+    return bool(wishes.item())
+
+
+def figures(windows: dict[str, list[float]], peer: str) -> dict[str, Any]:
+    """What the windows say, once each variant has had one."""
+    step_ms = {name: statistics.median(ms) for name, ms in windows.items()}
+    alone = windows["alone"]
+    exposed = {
+        name: [a - b for a, b in zip(ms, alone, strict=False)]
+        for name, ms in windows.items()
+        if name != "alone"
+    }
+    return {
+        "step_ms": step_ms,
+        "spread_ms": {name: turns.spread(ms) for name, ms in windows.items()},
+        "exposed_ms": {name: step_ms[name] - step_ms["alone"] for name in exposed},
+        "exposed_spread_ms": {name: turns.spread(ms) for name, ms in exposed.items()},
+        "of_peer": {
+            kind: {
+                "step": turns.ratios(windows[f"{kind} collectives"], windows[f"{kind} {peer}"]),
+                "exposed": turns.ratios(exposed[f"{kind} collectives"], exposed[f"{kind} {peer}"]),
+            }
+            for kind in ("ddp", "fsdp2")
+        },
+    }
+
+
+def show(found: dict[str, Any], peer: str) -> None:
+    for name, ms in found["step_ms"].items():
+        least, most = found["spread_ms"][name]
+        exposed = found["exposed_ms"].get(name)
+        tail = "" if exposed is None else f", {exposed:7.2f} ms exposed"
+        print(f"{name:18} {ms:8.2f} ms a step ({least:.2f} to {most:.2f}){tail}")
+    for kind, ratio in found["of_peer"].items():
+        for what, of in ratio.items():
+            if of["median"] is not None:
+                least, most = of["spread"]
+                print(f"{kind}: {what} {of['median']:.2f}x of {peer}'s ({least:.2f} to {most:.2f})")
 
 
 def main() -> None:
@@ -122,10 +174,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--windows", type=int, default=9)
+    parser.add_argument("--windows", type=int, default=9, help="of each, without --seconds")
+    parser.add_argument("--seconds", type=float, help="as many windows as fit in these")
     parser.add_argument("--steps", type=int, default=10, help="steps of a window")
     parser.add_argument("--small", action="store_true", help="a small model")
     options = parser.parse_args()
+    until = None if options.seconds is None else time.monotonic() + options.seconds
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
@@ -142,31 +196,34 @@ def main() -> None:
         worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
         assert worst < 0.02 * abs(theirs[0]), f"{kind}: losses {ours} and {theirs}"
 
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.windows):
-        for name, step in steps.items():
-            taken[name].append(window(step, options.steps, device))
-    step_ms = {name: statistics.median(t) for name, t in taken.items()}
-    header = machine.header(dist.group.WORLD._main.comm, machine.command_of_script())
+    about: dict[str, Any] = {
+        "header": machine.header(dist.group.WORLD._main.comm, machine.command_of_script()),
+        "ranks": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if on_gpus else "cpu",
+        "peer": peer,
+        "peer_version": ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else "",
+        "model": "2 layers of width 128" if options.small else "24 layers of width 1024",
+        "parameters": sum(p.numel() for p in Decoder(*shape_of(options)).parameters()),
+        "batch": options.batch,
+        "length": options.length,
+        "steps_of_a_window": options.steps,
+    }
+
+    def told(windows: dict[str, list[float]]) -> None:
+        if dist.get_rank() == 0 and all(windows.values()):
+            about.update(figures(windows, peer), windows_ms=windows)
+            turns.write(options.json, about)
+
+    turns.in_turns(
+        list(steps),
+        lambda name: window(steps[name], options.steps, device),
+        told,
+        rounds=options.windows,
+        until=until,
+        agree=agree,
+    )
     if dist.get_rank() == 0:
-        found: dict[str, Any] = {
-            "header": header,
-            "ranks": dist.get_world_size(),
-            "model": "2 layers of width 128" if options.small else "24 layers of width 1024",
-            "batch": options.batch,
-            "length": options.length,
-            "step_ms": step_ms,
-            "exposed_ms": {n: t - step_ms["alone"] for n, t in step_ms.items() if n != "alone"},
-            "windows_ms": taken,
-        }
-        for name, ms in step_ms.items():
-            print(f"{name:18} {ms:8.2f} ms a step, {ms - step_ms['alone']:7.2f} ms exposed")
-        for kind in ("ddp", "fsdp2"):
-            ours, theirs = step_ms[f"{kind} collectives"], step_ms[f"{kind} {peer}"]
-            exposed = (ours - step_ms["alone"]) / max(theirs - step_ms["alone"], 1e-9)
-            print(f"{kind}: step {ours / theirs:.2f}x of {peer}'s, exposed {exposed:.2f}x")
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        show(about, peer)
     dist.destroy_process_group()
 
 

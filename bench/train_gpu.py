@@ -4,8 +4,9 @@
 
 A decoder of about 370 million parameters (24 layers of width 1024, tied embeddings) in bfloat16,
 AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. One way is set up at a time, since all
-together would not fit; the ways take turns, `--rounds` times, and the first steps of each turn are
-not counted. "alone" is the same model and step on each GPU by itself, in plain torch and in the
+together would not fit; the ways take turns, forth and back (see turns.py), `--rounds` times or as
+often as fits in `--seconds`, and the first steps of each turn are not counted. The file is written
+after each turn. "alone" is the same model and step on each GPU by itself, in plain torch and in the
 trainer on one rank. Exposed communication is the median of a way less that of its "alone", scaling
 efficiency their ratio (so stages 1 to 3, whose ranks step a part of the parameters, are given the
 time that this saves). Losses of all ways are compared before anything is told. Every step is as
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_group
+import turns
 from torch import distributed, nn
 from torch.nn import functional
 
@@ -34,6 +35,7 @@ from collectives.train import AdamW, Trainer
 
 VOCABULARY = 50304
 Batch = tuple[torch.Tensor, torch.Tensor]
+Turn = tuple[str, str]  # a batch, as it is written, and a way
 
 
 class Block(nn.Module):
@@ -187,7 +189,8 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="without --seconds")
+    parser.add_argument("--seconds", type=float, help="as many rounds as fit in these")
     parser.add_argument("--steps", type=int, default=8, help="of each in a round")
     parser.add_argument("--warm", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--batches", default="4x1024,1x256", help="sequences x tokens a rank")
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    until = None if args.seconds is None else time.monotonic() + args.seconds
     with cc.init() as comm:
         bench = Bench(comm, args.small)
         ways: dict[str, Callable[[], Any]] = {"torch alone": bench.alone, "torch DDP": bench.ddp}
@@ -206,53 +210,68 @@ def main() -> None:
         if args.ways:
             wanted = ["alone", *args.ways.split(",")]
             ways = {n: make for n, make in ways.items() if any(w in n for w in wanted)}
-        rows = []
-        for text in args.batches.split(","):
-            size, length = map(int, text.split("x"))
-            rows += compare(bench, ways, size, length, args)
+        batches = {
+            text: bench.batch(*map(int, text.split("x"))) for text in args.batches.split(",")
+        }
         about = header(comm, command_of_script())
         about["parameters"] = sum(p.numel() for p in bench.model().parameters())
         about["ranks"] = comm.size
         about["gpu"] = None if args.small else torch.cuda.get_device_name()
         about["nccl"] = None if args.small else ".".join(map(str, torch.cuda.nccl.version()))
+
+        def agree(wish: bool) -> bool:
+            wishes = np.array([wish])
+            comm.broadcast(wishes)
+            return bool(wishes[0])
+
+        def told(found: dict[Turn, list[dict[str, Any]]]) -> None:
+            rows = compare(found)
+            if comm.rank == 0:
+                turns.write(args.json, {"header": about, "rows": rows})
+
+        found = turns.in_turns(
+            [(text, name) for text in batches for name in ways],
+            lambda of: bench.turn(ways[of[1]], batches[of[0]], args.steps, args.warm),
+            told,
+            rounds=args.rounds,
+            until=until,
+            agree=agree,
+        )
         if comm.rank == 0:
-            for row in rows:
+            for row in compare(found):
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-            if args.json:
-                args.json.write_text(json.dumps({"header": about, "rows": rows}, indent=1) + "\n")
         distributed.destroy_process_group()
 
 
-def compare(
-    bench: Bench, ways: dict[str, Callable[[], Any]], size: int, length: int, args: Any
-) -> list[dict[str, Any]]:
-    """All ways on one batch, in turns."""
-    batch = bench.batch(size, length)
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    for _ in range(args.rounds):
-        for name, make in ways.items():
-            turns[name].append(bench.turn(make, batch, args.steps, args.warm))
+def compare(found: dict[Turn, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each way that has had a turn, and its "alone" too. SystemExit if one does not
+    compute what torch does alone.
+    """
     rows = []
-    losses = {name: found[0]["loss"] for name, found in turns.items()}
-    for name, value in losses.items():
-        if not abs(value - losses["torch alone"]) <= 1e-2 * abs(losses["torch alone"]):
-            raise SystemExit(f"the first loss of {name} is {value}; all: {losses}")
-    for name, found in turns.items():
-        alone = turns[f"{name.split()[0]} alone"]
+    for (text, name), had in found.items():
+        plain, alone = found[text, "torch alone"], found[text, f"{name.split()[0]} alone"]
+        if not (had and plain and alone):
+            continue
+        loss_alone = plain[0]["loss"]
+        if not abs(had[0]["loss"] - loss_alone) <= 1e-2 * abs(loss_alone):
+            raise SystemExit(
+                f"{text}: the first loss of {name} is {had[0]['loss']}, alone it is {loss_alone}"
+            )
         base = float(np.median([s for turn in alone for s in turn["seconds"]]))
-        seconds = [s for turn in found for s in turn["seconds"]]
+        seconds = [s for turn in had for s in turn["seconds"]]
         median = float(np.median(seconds))
-        peaks = [turn["peak"] for turn in found if turn["peak"] is not None]
+        peaks = [turn["peak"] for turn in had if turn["peak"] is not None]
         rows.append(
             {
                 "name": name,
-                "batch": f"{size}x{length}",
+                "batch": text,
                 "median_ms": 1e3 * median,
                 "p90_ms": 1e3 * float(np.quantile(seconds, 0.9)),
+                "turns_ms": [1e3 * float(np.median(turn["seconds"])) for turn in had],
                 "exposed_ms": 1e3 * (median - base),
                 "scaling_efficiency": base / median,
                 "device_peak_bytes": max(peaks, default=None),
-                "first_loss": found[0]["loss"],
+                "first_loss": had[0]["loss"],
                 "steps": len(seconds),
             }
         )

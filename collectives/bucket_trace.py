@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .side_stream import SideWork
 from .work import ThenWork, Work
 
 if TYPE_CHECKING:
-    from .bucket_layout import Bucket
+    from .bucket_layout import Bucket, Slot
 
 
 @dataclasses.dataclass
@@ -51,6 +51,26 @@ class Statistics:
     def overlap(self) -> float:
         """How much of the communication was hidden behind backward, in percent."""
         return 100.0 * max(0.0, 1.0 - self.exposed / self.busy) if self.busy else 100.0
+
+
+class _Counted(NamedTuple):
+    """What is kept of a bucket's reduction: nothing that would keep its memory.
+
+    step    number of the pass; `number` is that of the bucket
+    called  when backward was over
+    """
+
+    step: int
+    called: float
+    number: int
+    nbytes: int
+    dtype: str
+    slots: Sequence[Slot]
+    times: BucketTimes
+
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.times.finished - max(self.times.began, self.called))
 
 
 class _Pass:
@@ -96,7 +116,7 @@ class Trace:
         self.statistics = Statistics()
         self._rank = rank
         self._keep = keep
-        self._events: list[dict[str, Any]] = []
+        self._counted: list[_Counted] = []  # from which events are made when they are asked for
         self._unsettled: list[_Pass] = []
 
     def end_pass(
@@ -118,47 +138,48 @@ class Trace:
 
     def _count(self, step: _Pass) -> None:
         if not self._keep:
-            self._events = []
-        busy = exposed = 0.0
-        number = self.statistics.steps
-        for bucket, times, _ in step.done:
-            busy += times.finished - times.began
-            hidden = max(0.0, times.finished - max(times.began, step.called))
-            exposed += hidden
-            name = f"bucket {bucket.index}"
-            about = {
-                "step": number,
-                "bytes": bucket.nbytes,
-                "dtype": bucket.dtype,
-                "parameters": [slot.name for slot in bucket.slots],
-                "exposed_us": hidden * 1e6,
-            }
-            self._add(f"{name} filled", "gradients", times.first, times.filled, about)
-            self._add(f"{name} waits", "queue", times.launched, times.began, about)
-            self._add(f"{name} reduced", "wire", times.began, times.finished, about)
-            if hidden:
-                start = max(times.began, step.called)
-                self._add(f"{name} exposed", "exposed", start, times.finished, about)
-        self.statistics.steps += 1
-        self.statistics.buckets += len(step.done)
-        self.statistics.nbytes += sum(bucket.nbytes for bucket, _, _ in step.done)
-        self.statistics.busy += busy
-        self.statistics.exposed += exposed
+            self._counted = []
+        told = self.statistics
+        for b, times, _ in step.done:
+            of = _Counted(told.steps, step.called, b.index, b.nbytes, b.dtype, b.slots, times)
+            self._counted.append(of)
+            told.nbytes += of.nbytes
+            told.busy += times.finished - times.began
+            told.exposed += of.exposed
+        told.steps += 1
+        told.buckets += len(step.done)
 
     def events(self) -> list[dict[str, Any]]:
-        names: list[dict[str, Any]] = [
+        events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": "rank"}}
         ]
         for thread in ("gradients", "queue", "wire", "exposed"):
             about = {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": _TIDS[thread]}
-            names.append(about | {"args": {"name": thread}})
-        return names + self._events
+            events.append(about | {"args": {"name": thread}})
+        for of in self._counted:
+            events += self._events_of(of)
+        return events
 
-    def _add(self, name: str, thread: str, begin: float, end: float, about: dict[str, Any]) -> None:
-        self._events.append(
-            {
+    def _events_of(self, of: _Counted) -> Iterator[dict[str, Any]]:
+        times = of.times
+        spans = [
+            ("filled", "gradients", times.first, times.filled),
+            ("waits", "queue", times.launched, times.began),
+            ("reduced", "wire", times.began, times.finished),
+        ]
+        if of.exposed:
+            spans.append(("exposed", "exposed", max(times.began, of.called), times.finished))
+        about = {
+            "step": of.step,
+            "bytes": of.nbytes,
+            "dtype": of.dtype,
+            "parameters": [slot.name for slot in of.slots],
+            "exposed_us": of.exposed * 1e6,
+        }
+        for what, thread, begin, end in spans:
+            yield {
                 "ph": "X",
-                "name": name,
+                "name": f"bucket {of.number} {what}",
                 "cat": thread,
                 "pid": self._rank,
                 "tid": _TIDS[thread],
@@ -166,7 +187,6 @@ class Trace:
                 "dur": max(0.0, end - begin) * 1e6,
                 "args": about,
             }
-        )
 
 
 _TIDS = {"gradients": 0, "queue": 1, "wire": 2, "exposed": 3}

@@ -41,10 +41,10 @@ ANY_PAIR = 1 << 62
 COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
 DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
 OPS = {name: i for i, name in enumerate(_core.ops)}
-# What `_op` answers for ops without a factor, once it was asked.
 # Where a call's arguments to the core have the addresses of its input and output.
 _SOURCE, _TARGET = 4, 5
 
+# What `_op` answers for ops without a factor, once it was asked.
 _PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
 
 
@@ -372,27 +372,24 @@ class Calls:
             self._device.run(arguments, "", stream.handle)
         return DeviceWork(self._device, lambda: None, None) if async_op else None
 
-    def _in_out(
-        self, what: str, x: Any, out: Any, shape: Callable[[View], Sequence[int]]
-    ) -> tuple[View, View, Any, Callable[[], Any]]:
-        """Input view, output view, output array and what to return, for a call whose output is
-        another array.
+    def _target(
+        self, what: str, x: Any, source: View, out: Any, shape: Sequence[int]
+    ) -> tuple[View, Any, Callable[[], Any]]:
+        """Output view, output array and what to return, for a call whose output is another array.
+
+        source  the view of x
+        shape   of the array that is made if `out` is None
         """
-        source = view(x, writable=False, what=f"{what}: x")
         if out is None:
-            buffer = new_like(x, tuple(shape(source)))
-            return (
-                source,
-                view(buffer, writable=True, what=f"{what}: out"),
-                buffer,
-                lambda: finish(x, buffer),
-            )
+            buffer = new_like(x, shape)
+            target = view(buffer, writable=True, what=f"{what}: out")
+            return target, buffer, lambda: finish(x, buffer)
         target = view(out, writable=True, what=f"{what}: out")
         if target.dtype != source.dtype:
             raise ArrayError(
                 f"{what}: x is {source.dtype}, out is {target.dtype}; both must be the same"
             )
-        return source, target, out, lambda: out
+        return target, out, lambda: out
 
     @staticmethod
     def _expect(what: str, name: str, got: int, expected: int) -> None:

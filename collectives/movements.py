@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ class Movements(Calls):
         """
         root = self._root(root)
         if is_immutable(x, "broadcast: x"):
-            source, target, buffer, result = self._in_out("broadcast", x, None, lambda v: v.shape)
+            source = view(x, writable=False, what="broadcast: x")
+            target, buffer, result = self._target("broadcast", x, source, None, source.shape)
         else:
             source = target = view(x, writable=self.rank != root, what="broadcast: x")
             buffer, result = x, lambda: x
@@ -81,7 +83,7 @@ class Movements(Calls):
         """
         source = view(x, writable=False, what="all_gather: x")
         shape = (self.size * source.shape[0], *source.shape[1:]) if source.shape else (self.size,)
-        source, target, buffer, result = self._in_out("all_gather", x, out, lambda v: shape)
+        target, buffer, result = self._target("all_gather", x, source, out, shape)
         each, extra = divmod(target.count, self.size)
         mine = each + (self.rank < extra)
         if mine != source.count:
@@ -125,7 +127,7 @@ class Movements(Calls):
                 all_gather if not given
         """
         source = view(x, writable=False, what="all_gather_v: x")
-        row = int(np.prod(source.shape[1:], dtype=np.int64)) if source.shape else 1
+        row = math.prod(source.shape[1:]) if source.shape else 1
         rows = source.shape[0] if source.shape else 1
         lengths = (
             self._counts(counts)
@@ -136,10 +138,10 @@ class Movements(Calls):
             raise ArrayError(
                 f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
             )
-        source, target, buffer, result = self._in_out(
-            "all_gather_v", x, out, lambda v: (sum(lengths), *v.shape[1:])
-        )
-        self._expect("all_gather_v", "out", target.count, sum(lengths) * row)
+        total = sum(lengths)
+        shape = (total, *source.shape[1:])
+        target, buffer, result = self._target("all_gather_v", x, source, out, shape)
+        self._expect("all_gather_v", "out", target.count, total * row)
         own = target.pointer + sum(lengths[: self.rank]) * row * _core.itemsizes[target.dtype]
         if source.pointer != own:
             check_overlap(source, target, "all_gather_v")
@@ -208,7 +210,7 @@ class Movements(Calls):
     ) -> Any:
         root = self._root(root)
         source = view(x, writable=False, what=f"{what}: x")
-        row = int(np.prod(source.shape[1:], dtype=np.int64)) if source.shape else 1
+        row = math.prod(source.shape[1:]) if source.shape else 1
         rows = (
             self.size * (source.shape[0] if source.shape else 1)
             if lengths is None
@@ -216,9 +218,8 @@ class Movements(Calls):
         )
         total = rows * row
         if self.rank == root:
-            source, target, buffer, result = self._in_out(
-                what, x, out, lambda v: (rows, *v.shape[1:])
-            )
+            shape = (rows, *source.shape[1:])
+            target, buffer, result = self._target(what, x, source, out, shape)
             self._expect(what, "out", target.count, total)
             offset = (
                 self.rank * source.count if lengths is None else sum(lengths[: self.rank]) * row
@@ -301,11 +302,10 @@ class Movements(Calls):
                 raise ArrayError(
                     f"{what}: the first axis of x has length {rows}, counts sum to {sum(lengths)}"
                 )
-            row = given.count // rows if rows else int(np.prod(given.shape[1:], dtype=np.int64))
+            row = given.count // rows if rows else math.prod(given.shape[1:])
             mine = rows // self.size if lengths is None else lengths[self.rank]
-            source, target, buffer, result = self._in_out(
-                what, x, out, lambda v: (mine, *v.shape[1:])
-            )
+            source = given
+            target, buffer, result = self._target(what, x, source, out, (mine, *given.shape[1:]))
             self._expect(what, "out", target.count, mine * row)
             before = self.rank * mine if lengths is None else sum(lengths[: self.rank])
             own = source.pointer + before * row * _core.itemsizes[source.dtype]
@@ -329,7 +329,7 @@ class Movements(Calls):
                         f"{what}: out has {rows} rows, counts[{self.rank}] says "
                         f"{lengths[self.rank]}"
                     )
-                row = int(np.prod(target.shape[1:], dtype=np.int64))
+                row = math.prod(target.shape[1:])
                 blocks = [c * row for c in lengths]
         assert target is not None
         total = sum(blocks) if isinstance(blocks, list) else blocks * self.size
@@ -368,7 +368,7 @@ class Movements(Calls):
                 f"all_to_all: the first axis of x has length {rows}, no multiple of {self.size} "
                 "ranks; use all_to_all_v"
             )
-        source, target, buffer, result = self._in_out("all_to_all", x, out, lambda v: v.shape)
+        target, buffer, result = self._target("all_to_all", x, source, out, source.shape)
         self._expect("all_to_all", "out", target.count, source.count)
         check_overlap(source, target, "all_to_all")
         copy = None
@@ -422,10 +422,9 @@ class Movements(Calls):
                 f"all_to_all_v: the first axis of x has length {rows}, send_counts sum to "
                 f"{sum(sends)}"
             )
-        row = int(np.prod(source.shape[1:], dtype=np.int64))
-        source, target, buffer, result = self._in_out(
-            "all_to_all_v", x, out, lambda v: (sum(receives), *v.shape[1:])
-        )
+        row = math.prod(source.shape[1:])
+        shape = (sum(receives), *source.shape[1:])
+        target, buffer, result = self._target("all_to_all_v", x, source, out, shape)
         self._expect("all_to_all_v", "out", target.count, sum(receives) * row)
         if overlap(source, target) != "none":
             raise ArrayError("all_to_all_v: out shares memory with x; pass another array")

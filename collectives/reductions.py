@@ -68,7 +68,8 @@ class Reductions(Calls):
             source = target = view(x, writable=True, what="all_reduce: x")
             buffer, result = x, lambda: x
         else:
-            source, target, buffer, result = self._in_out("all_reduce", x, out, lambda v: v.shape)
+            source = view(x, writable=False, what="all_reduce: x")
+            target, buffer, result = self._target("all_reduce", x, source, out, source.shape)
             self._expect("all_reduce", "out", target.count, source.count)
             check_overlap(source, target, "all_reduce")
         operation = self._op(op, source.dtype, factor)
@@ -124,7 +125,8 @@ class Reductions(Calls):
             source = target = view(x, writable=True, what="reduce: x")
             buffer, result = x, lambda: x
         else:
-            source, target, buffer, result = self._in_out("reduce", x, out, lambda v: v.shape)
+            source = view(x, writable=False, what="reduce: x")
+            target, buffer, result = self._target("reduce", x, source, out, source.shape)
             self._expect("reduce", "out", target.count, source.count)
             check_overlap(source, target, "reduce")
         return self._run(
@@ -171,7 +173,7 @@ class Reductions(Calls):
         each, extra = divmod(source.count, self.size)
         mine = each + (self.rank < extra)
         shape = (source.shape[0] // self.size, *source.shape[1:]) if even else (mine,)
-        source, target, buffer, result = self._in_out("reduce_scatter", x, out, lambda v: shape)
+        target, buffer, result = self._target("reduce_scatter", x, source, out, shape)
         self._expect("reduce_scatter", "out", target.count, mine)
         itemsize = source.nbytes // source.count if source.count else 1
         own = source.pointer + (self.rank * each + min(self.rank, extra)) * itemsize
@@ -210,8 +212,9 @@ class Reductions(Calls):
         `counts` on all ranks. `out` may be this rank's own block of x.
         """
         lengths = self._counts(counts)
-        source, target, buffer, result = self._in_out(
-            "reduce_scatter_v", x, out, lambda v: (lengths[self.rank],)
+        source = view(x, writable=False, what="reduce_scatter_v: x")
+        target, buffer, result = self._target(
+            "reduce_scatter_v", x, source, out, (lengths[self.rank],)
         )
         self._expect("reduce_scatter_v", "x", source.count, sum(lengths))
         self._expect("reduce_scatter_v", "out", target.count, lengths[self.rank])

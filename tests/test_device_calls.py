@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives import _core, array, calls, device, point_to_point
+from collectives import _core, array, calls, device, point_to_point, reductions
 from collectives.array import Stream, View, stream_of
 from collectives.array import device as device_arrays
 from collectives.errors import ArrayTypeError
@@ -354,7 +354,8 @@ def on_gpu(engine):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
 def test_a_jax_array_on_a_gpu_is_read_and_a_new_one_comes_back(on_gpu, monkeypatch, dtype):
     jnp = on_gpu.numpy
-    monkeypatch.setattr(calls, "view", lambda x, **more: array.view(x, gpu=True, **more))
+    for module in (calls, reductions):
+        monkeypatch.setattr(module, "view", lambda x, **more: array.view(x, gpu=True, **more))
     x = JaxOnGpu(jnp.arange(6).astype(dtype).reshape(2, 3))
     seen = {}
 

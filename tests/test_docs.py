@@ -92,7 +92,11 @@ def load(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # as for a script that is started
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 
@@ -304,6 +308,86 @@ def test_tables_of_results_on_gpus(results):
     assert "cuda_ipc, float32, sum, out of place, one by one**" in everything
     assert "| 4 KiB | ring | 55.0 | 2.50 | 2.73 |  | 6.00 | 1.71 |" in everything
     assert script.summary(script.load(Path("/nowhere"), "gpu"), script.GPU) == [script.GPU.none]
+
+
+def test_table_of_torchs_suite(tmp_path):
+    tables = load(ROOT / "bench" / "torch_tables.py")
+    assert tables.suite(tmp_path) == [tables.NO_SUITE]
+    outcomes = {
+        "collectives": {"a": "passed", "b": "failed", "c": "failed", "d": "skipped", "f": "failed"},
+        "gloo": {"a": "passed", "b": "passed", "c": "passed", "d": "skipped", "f": "failed"},
+    }
+    suite = {
+        "about": {
+            "of": {"torch": "2.13.0", "device": "cpu", "world": 3},
+            "date": "2000-01-01T00:00:00+00:00",
+            "peer": "gloo",
+            "exceptions": {"b": "a reason"},
+        },
+        "results": {
+            backend: {case: {"outcome": outcome} for case, outcome in cases.items()}
+            for backend, cases in outcomes.items()
+        },
+        "not_run": [["e", "gloo"]],
+    }
+    (tmp_path / "torch-suite-cpu.json").write_text(json.dumps(suite))
+    text = "\n".join(tables.suite(tmp_path))
+    where = "CPU tensors, 3 ranks, torch 2.13.0, 2000-01-01"
+    assert f"| {where} | this backend | 1 | 3 | 1 | 0 |" in text
+    assert f"| {where} | Gloo | 3 | 1 | 1 | 1 |" in text
+    assert "- `b` (CPU tensors) fails here; excepted: a reason" in text
+    assert "- `c` (CPU tensors) fails here; Gloo: passed" in text
+    assert "- CPU tensors: 1 cases fail on this backend and on Gloo" in text and "`f`" not in text
+
+
+def test_table_of_training(tmp_path):
+    tables = load(ROOT / "bench" / "torch_tables.py")
+    assert tables.training(tmp_path) == [tables.NO_TRAINING]
+    row = {"median_ms": 10.0, "p90_ms": 12.0, "exposed_ms": 2.0, "scaling_efficiency": 0.8}
+    row |= {"device_peak_bytes": 3 << 30, "steps": 7}
+    rows = [
+        {**row, "name": "torch alone", "batch": "4x8"},
+        {**row, "name": "collectives ZeRO-1", "batch": "4x8"},
+        {**row, "name": "collectives ZeRO-1", "batch": "1x2", "steps": 9},
+    ]
+    header = {"versions": {"torch": "2.11"}, "commit": "abc", "date": "2000-01-01", "ranks": 2}
+    header |= {"gpu": "NVIDIA H100", "nccl": "2.28", "parameters": 355e6, "command": "x.py"}
+    (tmp_path / "train-gpu-2.json").write_text(json.dumps({"header": header, "rows": rows}))
+    text = "\n".join(tables.training(tmp_path))
+    assert "| torch alone | 10.0 ms | 12.0 ms |  |  | 3.0 GiB |  |  |  |  |  |" in text
+    assert "| ZeRO-1 | 10.0 ms | 12.0 ms | 2.0 ms | 0.80 | 3.0 GiB | 10.0 ms |" in text
+    assert "355 million parameters" in text and "7 to 9 steps" in text
+
+
+def test_table_of_steps_beside_nccl(tmp_path):
+    pytest.importorskip("torch")
+    tables = load(ROOT / "bench" / "torch_tables.py")
+    assert tables.steps(tmp_path) == [tables.NO_STEPS]
+    windows = {name: [10.0, 12.0] for name in ("ddp nccl", "fsdp2 nccl")}
+    windows |= {"ddp collectives": [9.0, 10.0], "fsdp2 collectives": [20.0, 22.0]}
+    windows["alone"] = [8.0, 8.0]
+    figures = load(ROOT / "bench" / "torch_gpu.py").figures(windows, "nccl")
+    run = {
+        "header": {"versions": {"torch": "2.11"}, "commit": "abc", "date": "2000-01-01T00:00"},
+        "ranks": 2,
+        "device": "NVIDIA H100",
+        "peer": "nccl",
+        "peer_version": "2.28",
+        "model": "24 layers",
+        "parameters": 355e6,
+        "batch": 4,
+        "length": 1024,
+        "steps_of_a_window": 10,
+        "windows_ms": windows,
+        **figures,
+    }
+    (tmp_path / "torch-gpu-2.json").write_text(json.dumps(run))
+    text = "\n".join(tables.steps(tmp_path))
+    assert "| DDP, step | 9.5 | 9.0 to 10.0 | 11.0 | 10.0 to 12.0 | 0.87 | 0.83 to 0.90 |" in text
+    exposed = "| 1.5 | 1.0 to 2.0 | 3.0 | 2.0 to 4.0 | 0.50 | 0.50 to 0.50 |"
+    assert f"| DDP, exposed communication {exposed}" in text
+    assert "| FSDP2, step | 21.0 |" in text and "355 million" in text and "2 windows of 10" in text
+    assert "| without synchronisation | 8.0 | 8.0 to 8.0 |" in text
 
 
 def test_wrong_results_are_refused(results, tmp_path):

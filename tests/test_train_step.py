@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import models
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from training import alone, make, train
 
 import collectives as cc
 from collectives.train import SGD, LossScale, Trainer
+from collectives.train.functional import FunctionModel
 
 
 def linear(params, batch, emit):
@@ -153,6 +156,22 @@ def test_a_model_begins_as_that_of_rank_0():
         return models.bits(trainer.parameters())
 
     assert cc.run_threads(3, body) == [models.bits(models.parameters())] * 3
+
+
+def test_jax_gets_copies_of_parameters_on_a_gpu_that_are_there():
+    """The trainer writes its parameters on a stream that jax knows nothing of."""
+    said = []
+
+    def from_dlpack(x, *, copy):
+        said.append((x, copy))
+        return SimpleNamespace(block_until_ready=lambda: "a copy that is there")
+
+    there = SimpleNamespace(device=SimpleNamespace(id=1))
+    model = FunctionModel(lambda *_: 0.0, {"w": np.ones(2), "fixed": np.ones(2)}, ["fixed"])
+    model.frozen["fixed"] = there
+    model._jax = SimpleNamespace(numpy=SimpleNamespace(from_dlpack=from_dlpack))
+    assert model.array("fixed") == "a copy that is there"
+    assert said == [(there, True)]
 
 
 @pytest.mark.jax

@@ -13,6 +13,7 @@ when torch is imported. The rest of this package is loaded with the first proces
     mixed.py         one backend of several in a group, as "cpu:gloo,cuda:collectives"
     streams.py       calls on CUDA tensors: streams, events, who waits
     work.py          what an asynchronous call returns
+    handed_over.py   works that torch's C++ holds
     futures.py       futures whose callbacks make calls
     completing.py    the threads that complete futures and run callbacks
 

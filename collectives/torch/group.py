@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..array.torch_streams import current_stream
 from ..calls import ANY_PAIR
 from ..errors import ArrayError
-from . import overlap
+from . import handed_over, overlap
 from .base import BaseGroup
 from .joining import Meeting
 from .sparse import all_reduce_sparse
@@ -56,6 +56,7 @@ class CollectivesGroup(Transfers, BaseGroup):
     @classmethod
     def create(cls, options: Any, backend_options: Any = None) -> CollectivesGroup:
         """What torch calls for a new group; collective over its ranks."""
+        handed_over.install()
         seconds = options.timeout
         if isinstance(seconds, timedelta):
             seconds = seconds.total_seconds()

@@ -12,7 +12,7 @@ allocator gives it to nobody else before the call has ended, whoever drops the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +58,7 @@ class SideStreams:
         """Runs `put_on`, which puts a call on the side stream, which it gets.
 
         finish  what torch is to do there behind the call, if anything
-        used    tensors, or lists of them, that the call reads or writes there
+        used    tensors, lists or tuples of them, that the call reads or writes there
         """
         side = self.of(device)
         side.core.begin(current_stream(device.index))
@@ -75,7 +75,7 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
     if isinstance(held, torch.Tensor):
         if held.is_cuda:
             yield held
-    elif isinstance(held, Iterable):
+    elif isinstance(held, (list, tuple)):
         for part in held:
             yield from _tensors(part)
 

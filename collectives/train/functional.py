@@ -124,8 +124,13 @@ class FunctionModel(Model):
             if self._gatherer is not None:
                 full = self._gatherer.need(shard.bucket.index)
             x = self._store.view(owner, full)
+        if self._jax is None:
+            return x
         # jax arrays never change, and the trainer writes its parameters: jax gets a copy.
-        return self._jax.numpy.array(x, copy=True) if self._jax is not None else x
+        if device_name(x) == "cpu":
+            return self._jax.numpy.array(x, copy=True)
+        # Nothing orders what jax does on its streams before what the trainer writes there next.
+        return self._jax.numpy.from_dlpack(x, copy=True).block_until_ready()
 
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
         self._store, self._gatherer = store, gatherer

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..array import namespace
+from ..array.dtypes import name_of_numpy
 
 # load and store: bfloat16 to float32 is exact, the other way rounds to nearest, ties to even.
 PREAMBLE = """
@@ -98,7 +99,7 @@ def run(
     states  arrays like w, written
     used    receives w in its own dtype, unless it is None
     """
-    kinds = [None if x is None else x.dtype.name for x in (g, used)]
+    kinds = [None if x is None else name_of_numpy(x.dtype, "array") for x in (g, used)]
     kernel = _kernel(name, tuple(states), tuple(numbers), kinds[0] or "", kinds[1])
     arrays = [w, *states.values()]
     if used is not None:
@@ -109,4 +110,4 @@ def run(
 
 
 def _bits(x: Any) -> Any:
-    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+    return x.view(np.uint16) if name_of_numpy(x.dtype, "array") == "bfloat16" else x

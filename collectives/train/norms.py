@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 
 _BLOCK = 256  # chunks that are looked at together: 512 KiB of float32 stay in the cache
 _MASK = (1 << 32) - 1
+
+
+class Spans(NamedTuple):
+    """Parts of an array, each of which begins where a chunk begins.
+
+    values     1-d array of numpy or cupy
+    low, high  where the parts begin and end, int64
+    group      with which others each is summed, int64
+    """
+
+    values: Any
+    low: np.ndarray[Any, Any]
+    high: np.ndarray[Any, Any]
+    group: np.ndarray[Any, Any]
+
+
+def whole(values: Any, group: int) -> Spans:
+    """An array as one part."""
+    low, high, of = (np.array([number], np.int64) for number in (0, values.size, group))
+    return Spans(values, low, high, of)
 
 
 def chunk_squares(x: Any) -> Any:
@@ -74,7 +94,7 @@ def value(row: np.ndarray[Any, Any]) -> float:
     """What a row of `exact` amounts to, rounded once; NaN if something was not finite."""
     if row[LIMBS]:
         return math.nan
-    total = sum(int(limb) << (32 * i) for i, limb in enumerate(row[:LIMBS]))
+    total = sum(limb << (32 * i) for i, limb in enumerate(row[:LIMBS].tolist()))
     shift = max(0, total.bit_length() - 64)
     if shift:  # to 64 bits, with a last bit that says whether anything was cut off
         total = (total >> shift) | bool(total & ((1 << shift) - 1))
@@ -85,17 +105,22 @@ def value(row: np.ndarray[Any, Any]) -> float:
 
 
 def sums_of_squares(
-    parts: Sequence[tuple[int, Any]], count: int, comm: Communicator | None
+    spans: Sequence[Spans], count: int, comm: Communicator | None
 ) -> np.ndarray[Any, Any]:
-    """The sums of squares of `count` groups of arrays that are spread over the ranks of `comm`.
+    """The sums of squares of `count` groups of parts that are spread over the ranks of `comm`.
 
-    parts  (group, 1-d array that begins where a chunk begins) for what this rank holds
+    spans  what this rank holds
 
     Returns float64, NaN for a group in which something is not finite: the same bits on all ranks,
     however the arrays are spread. Collective over `comm` (None: everything is here).
     """
-    found = [(group, chunk_squares(x)) for group, x in parts if isinstance(x, np.ndarray)]
-    there = [(group, x) for group, x in parts if not isinstance(x, np.ndarray) and x.size]
+    here = [span for span in spans if isinstance(span.values, np.ndarray)]
+    there = [span for span in spans if not isinstance(span.values, np.ndarray)]
+    found = [
+        (group, chunk_squares(span.values[low:high]))
+        for span in here
+        for low, high, group in zip(span.low, span.high, span.group, strict=True)
+    ]
     values = np.concatenate([v for _, v in found]) if found else np.empty(0)
     rows = np.repeat([g for g, _ in found], [v.size for _, v in found]).astype(np.int64)
     table = exact(values, rows, count)

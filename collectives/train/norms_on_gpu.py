@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import UnsupportedError
 from .fixed_point import CHUNK, LIMBS, LOWEST
+
+if TYPE_CHECKING:
+    from .norms import Spans
 
 _BLOCKS = 4  # for each multiprocessor
 _THREADS = 256
@@ -133,33 +136,48 @@ def _kernel(dtype: str) -> Any:
     return sys.modules["cupy"].RawKernel(source(dtype), "collectives_squares")
 
 
-def exact_squares(parts: Sequence[tuple[int, Any]], count: int) -> np.ndarray[Any, Any]:
-    """The table of `norms.exact`, on the host, for the squares of arrays of cupy, which the host
-    waits for.
+@functools.cache
+def _most_blocks(ordinal: int) -> int:
+    """Of a GPU. Asked once: cupy looks up all that a device can tell, each time."""
+    device = sys.modules["cupy"].cuda.Device(ordinal)
+    return _BLOCKS * int(device.attributes["MultiProcessorCount"])
 
-    parts  (group, 1-d array that is not empty and begins where a chunk begins)
+
+def exact_squares(spans: Sequence[Spans], count: int) -> np.ndarray[Any, Any]:
+    """The table of `norms.exact`, on the host, for the squares of parts of arrays of cupy, which
+    the host waits for.
     """
-    kinds: dict[tuple[int, str], list[tuple[int, Any]]] = {}
-    for group, x in parts:
-        kinds.setdefault((x.data.device_id, x.dtype.name), []).append((group, x))
+    kinds: dict[tuple[int, Any], list[Spans]] = {}
+    for span in spans:
+        kinds.setdefault((span.values.data.device_id, span.values.dtype), []).append(span)
     cupy = sys.modules["cupy"]
     tables = []
     for (ordinal, dtype), mine in kinds.items():
-        sizes = np.array([x.size for _, x in mine], np.int64)
-        chunks = -(-sizes // CHUNK)
-        rows = np.empty((len(mine), 4), np.int64)
-        rows[:, 0] = [x.data.ptr for _, x in mine]
-        rows[:, 1] = sizes
-        rows[:, 2] = [group for group, _ in mine]
+        rows = _rows(mine)
+        if not len(rows):
+            continue
+        chunks = -(-rows[:, 1] // CHUNK)
         rows[:, 3] = np.cumsum(chunks) - chunks
         total = int(chunks.sum())
-        with cupy.cuda.Device(ordinal) as device:
+        with cupy.cuda.Device(ordinal):
             table = cupy.zeros((count, LIMBS + 1), np.int64)
-            blocks = min(total, _BLOCKS * device.attributes["MultiProcessorCount"])
-            arguments = (cupy.asarray(rows), np.int32(len(mine)), np.int64(total), table)
-            _kernel(dtype)((blocks,), (_THREADS,), arguments)
+            blocks = min(total, _most_blocks(ordinal))
+            arguments = (cupy.asarray(rows), np.int32(len(rows)), np.int64(total), table)
+            _kernel(dtype.name)((blocks,), (_THREADS,), arguments)
         tables.append(table)
     whole = np.zeros((count, LIMBS + 1), np.int64)
     for table in tables:
         whole += table.get()
     return whole
+
+
+def _rows(spans: Sequence[Spans]) -> np.ndarray[Any, Any]:
+    """What the kernel reads of the parts that are not empty, `first` left out."""
+    sizes = np.concatenate([span.high - span.low for span in spans])
+    rows = np.empty((sizes.size, 4), np.int64)
+    rows[:, 0] = np.concatenate(
+        [span.values.data.ptr + span.low * span.values.itemsize for span in spans]
+    )
+    rows[:, 1] = sizes
+    rows[:, 2] = np.concatenate([span.group for span in spans])
+    return rows[sizes > 0]

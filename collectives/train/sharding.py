@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ..array import ITEM_SIZES, empty
 from ..bucket_layout import Bucket
 from ..side_stream import SideStreams
@@ -60,7 +62,7 @@ class Shard:
     """What this rank holds of one bucket. Arrays are flat.
 
     low, high  the rank's part of the bucket
-    pieces     of which parameters it consists
+    pieces     of which parameters it consists; `lows` and `highs`: where they begin and end
     full       all parameters of the bucket, in the dtype they are used in; None while released
     used       this rank's part of them (a view of `full` where that stays)
     master     the same part in full precision, which the optimizer steps (`used` itself if equal)
@@ -85,6 +87,8 @@ class Shard:
             for slot in bucket.slots
             if max(slot.start, self.low) < min(slot.start + slot.length, self.high)
         ]
+        self.lows = np.array([piece.low for piece in self.pieces], np.int64)
+        self.highs = np.array([piece.high for piece in self.pieces], np.int64)
         self.full: Any = None
         self.used: Any = None
         self.master: Any = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..array import namespace
 from .fused import on_gpu, run
-from .norms import sums_of_squares
+from .norms import sums_of_squares, whole
 from .optimizers import LAMB, Optimizer
 from .sharding import Piece, Shard, Store, host
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 _BLOCK = 64 * 1024
 
 
-_Run = tuple[int, int, Optimizer]  # neighbouring pieces of a shard, and what steps them
+class _Run:
+    """Neighbouring pieces of a shard that one optimizer steps, and views of what it steps."""
+
+    def __init__(self, shard: Shard, low: int, high: int, optimizer: Optimizer) -> None:
+        self.low, self.high, self.optimizer = low, high, optimizer
+        self.master, self.grad = shard.master[low:high], shard.grad[low:high]
+        self.state = {k: v[low:high] for k, v in shard.state.items()}
+        self.used = None if shard.used is shard.master else shard.used[low:high]
 
 
 class _How(NamedTuple):
@@ -45,7 +53,7 @@ class Stepper:
         self._store = store
         self._optimizers = optimizers
         self._number = number
-        self._all_runs: dict[int, list[_Run]] = {}  # of buckets, by number
+        self._all_runs: WeakKeyDictionary[Shard, list[_Run]] = WeakKeyDictionary()
 
     @property
     def lr(self) -> float:
@@ -83,20 +91,14 @@ class Stepper:
                 work.wait()
 
     def _on_gpu(self, shard: Shard, part: _Run, how: _How) -> None:
-        low, high, optimizer = part
-        w, grad = shard.master[low:high], shard.grad[low:high]
-        state = {k: v[low:high] for k, v in shard.state.items()}
-        name, numbers = optimizer.on_gpu(optimizer.lr * how.factor, how.step)
-        kept = state if "velocity" not in state or "momentum" in numbers else {}
-        used = None if shard.used is shard.master else shard.used[low:high]
-        run(name, w, grad, how.coefficient, kept, numbers, used)
+        name, numbers = part.optimizer.on_gpu(part.optimizer.lr * how.factor, how.step)
+        kept = part.state if "velocity" not in part.state or "momentum" in numbers else {}
+        run(name, part.master, part.grad, how.coefficient, kept, numbers, part.used)
 
     def _on_host(self, shard: Shard, part: _Run, how: _How) -> None:
-        low, high, optimizer = part
-        w, grad = shard.master[low:high], shard.grad[low:high]
-        state = {k: v[low:high] for k, v in shard.state.items()}
+        low, high, optimizer, w = part.low, part.high, part.optimizer, part.master
         lr = optimizer.lr * how.factor
-        if optimizer.fused(w, grad, how.coefficient, state, lr, how.step):
+        if optimizer.fused(w, part.grad, how.coefficient, part.state, lr, how.step):
             return
         xp, size = namespace(w), min(_BLOCK, high - low)
         scratch = [xp.empty_like(w[:size]) for _ in "gw"]
@@ -120,19 +122,20 @@ class Stepper:
 
     def _runs(self, shard: Shard, unused: frozenset[str]) -> list[_Run]:
         """Neighbouring pieces with one optimizer, as one."""
-        if not unused and shard.bucket.index in self._all_runs:
-            return self._all_runs[shard.bucket.index]
-        runs: list[_Run] = []
+        if not unused and shard in self._all_runs:
+            return self._all_runs[shard]
+        ends: list[tuple[int, int, Optimizer]] = []
         for piece in shard.pieces:
             if piece.name in unused:
                 continue
             optimizer = self._optimizers[self._number[piece.name]]
-            if runs and runs[-1][1] == piece.low and runs[-1][2] is optimizer:
-                runs[-1] = (runs[-1][0], piece.high, optimizer)
+            if ends and ends[-1][1] == piece.low and ends[-1][2] is optimizer:
+                ends[-1] = (ends[-1][0], piece.high, optimizer)
             else:
-                runs.append((piece.low, piece.high, optimizer))
+                ends.append((piece.low, piece.high, optimizer))
+        runs = [_Run(shard, *end) for end in ends]
         if not unused:
-            self._all_runs[shard.bucket.index] = runs
+            self._all_runs[shard] = runs
         return runs
 
     def _layerwise(
@@ -157,7 +160,7 @@ class Stepper:
                 self._gradient(shard, piece.low, piece.high, coefficient, g)
                 optimizer.direction(w, g, state, step, work)
             held.append((piece, w, g, state))
-            parts += [(2 * number[piece.name], w), (2 * number[piece.name] + 1, g)]
+            parts += [whole(w, 2 * number[piece.name]), whole(g, 2 * number[piece.name] + 1)]
         norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))
         for piece, w, g, state in held:
             optimizer = self._optimizers[self._number[piece.name]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 # direct_one_shot, by the bytes that a rank sends to each peer: up to _PACKETS in packets, which are
 # the fastest for the smallest but send twice the bytes, then in lines, up to _LINES. The limits for
@@ -51,8 +51,7 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
     return "direct_one_shot"
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """How a kernel made by hand does a call.
 
     blocks   thread blocks at most; 0: all that the communicator may take

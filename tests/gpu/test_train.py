@@ -13,7 +13,7 @@ from optimizers import OPTIMIZERS
 
 from collectives.array.dtypes import numpy_dtype
 from collectives.train import LAMB, fused
-from collectives.train.norms import sums_of_squares
+from collectives.train.norms import Spans, sums_of_squares, whole
 
 pytestmark = MARK
 if not hasattr(cupy, "RawModule"):
@@ -67,10 +67,13 @@ def test_one_pass_has_the_bits_of_the_host(optimizer: Any, low: str) -> None:
 
 def test_norms_of_parts_are_those_of_the_whole() -> None:
     x = cupy.asarray(np.random.default_rng(5).normal(size=512 * 700 + 33).astype(np.float32))
-    whole = sums_of_squares([(0, x)], 1, None)
-    parts = sums_of_squares([(0, x[: 512 * 300]), (0, x[512 * 300 :])], 1, None)
-    assert parts == whole
-    np.testing.assert_allclose(whole, [(x.get().astype(np.float64) ** 2).sum()], rtol=1e-12)
+    together = sums_of_squares([whole(x, 0)], 1, None)
+    first, second = whole(x[: 512 * 300], 0), whole(x[512 * 300 :], 0)
+    assert sums_of_squares([first, second], 1, None) == together
+    at = np.array([0, 512 * 300, x.size], np.int64)
+    cut = Spans(x, at[:-1], at[1:], np.zeros(2, np.int64))
+    assert sums_of_squares([cut], 1, None) == together
+    np.testing.assert_allclose(together, [(x.get().astype(np.float64) ** 2).sum()], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -80,19 +83,19 @@ def test_norms_of_groups_are_those_of_the_host(dtype: str) -> None:
     """
     random = np.random.default_rng(9)
     lengths = [0, 1, 31, 511, 512, 513, 5000, 512 * 2000 + 7, *random.integers(1, 3000, 900)]
-    whole = random.normal(size=sum(lengths)).astype(numpy_dtype(dtype))
-    there, at, parts, mine = on_device(whole), 0, [], []
+    values = random.normal(size=sum(lengths)).astype(numpy_dtype(dtype))
+    there, at, parts, mine = on_device(values), 0, [], []
     for i, length in enumerate(lengths):
         group = i // 2
-        parts.append((group, there[at : at + length]))
-        mine.append((group, whole[at : at + length].astype(np.float64)))
+        parts.append(whole(there[at : at + length], group))
+        mine.append(whole(values[at : at + length].astype(np.float64), group))
         at += length
     count = len(lengths) // 2 + 1
     found = sums_of_squares(parts, count, None)
     np.testing.assert_allclose(found, sums_of_squares(mine, count, None), rtol=1e-12)
     assert (sums_of_squares(parts, count, None) == found).all()
-    whole[sum(lengths[:7]) + 512 * 1000] = np.inf
-    there.set(whole) if dtype != "bfloat16" else there.view(np.uint16).set(whole.view(np.uint16))
+    values[sum(lengths[:7]) + 512 * 1000] = np.inf
+    there.set(values) if dtype != "bfloat16" else there.view(np.uint16).set(values.view(np.uint16))
     again = sums_of_squares(parts, count, None)
     assert np.isnan(again[7 // 2])
     assert (np.delete(again, 7 // 2) == np.delete(found, 7 // 2)).all()

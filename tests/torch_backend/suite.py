@@ -1,150 +1,105 @@
-"""torch's own suite for backends, on this backend and on Gloo in the same way.
+"""torch's own suite for backends, on this backend and on a peer in the same way.
 
-    python tests/torch/suite.py                        # all cases, both backends: a table
-    python tests/torch/suite.py --cases 'broadcast|reduce' --backends collectives
+    python tests/torch_backend/suite.py                    # all cases, on this one and on Gloo
+    python tests/torch_backend/suite.py --device cuda      # CUDA tensors, 2 GPUs, beside NCCL
+    python tests/torch_backend/suite.py --device pretended # NCCL's cases on the host, beside Gloo
+    python tests/torch_backend/suite.py --cases 'broadcast|reduce' --backends collectives
 
 The cases are those of torch/testing/_internal/distributed/distributed_test.py, which ships with
-torch. A backend from outside adds its name to the sets of `DistTestCases.backend_feature`. Many
-cases also ask whether the backend is Gloo, so this one gives its name as one that equals Gloo's:
-every case that is run on Gloo is run on this backend too, and takes the same way.
+torch. Every case that is run on the peer is run on this backend too, and takes the same way (see
+suite_cases.py). Cases take turns on the backends, so a run that is cut off (--limit-seconds) has
+compared what it has; `--json FILE --resume` runs the rest, and once more what failed.
 
-Each case runs in ranks of its own. They are forked from a process that has imported torch, and in
-which nothing of it has run, instead of torch's `spawn`: importing torch takes longer than most
-cases.
+Each case runs in processes of its own, --jobs cases at a time. They are forked from one that has
+imported torch, and in which nothing of it has run, instead of torch's `spawn`: importing torch
+takes longer than most cases. Where forked processes cannot use CUDA the ranks are spawned, and the
+table says so.
 
-The exit status is 1 if a case that Gloo passes, and that is not in EXCEPTIONS, does not pass on
+The exit status is 1 if a case that the peer passes, and that is not in EXCEPTIONS, does not pass on
 this backend.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
 import re
-import subprocess
+import signal
 import sys
 import tempfile
-import time
 import unittest
+import warnings
 from pathlib import Path
 from typing import Any
 
-# Cases that Gloo passes and this backend need not, with the reason.
+import suite_running
+from suite_running import Outcome, Task
+
+OURS = "collectives"
+PEERS = {"cpu": "gloo", "cuda": "nccl", "pretended": "gloo"}
+CASES_OF = {"cpu": "gloo", "cuda": "nccl", "pretended": "nccl"}  # the backend that decides on skips
+
+# Cases that the peer passes and this backend need not, with the reason.
 _WORDS = (
     "compares the words of Gloo's error; this backend raises DeadlineError, in words of its own"
 )
+_EVENTS = "looks for asynchronous events of the profiler, which torch lets only C++ record"
 EXCEPTIONS = {
-    "test_barrier_timeout_full_group": _WORDS,
-    "test_monitored_barrier_gloo": _WORDS,
-    "test_monitored_barrier_gloo_rank_0_timeout": _WORDS,
-    "test_monitored_barrier_gloo_subgroup": _WORDS,
+    "cpu": {
+        "test_barrier_timeout_full_group": _WORDS,
+        "test_barrier_timeout_global": _WORDS,
+        "test_monitored_barrier_gloo": _WORDS,
+        "test_monitored_barrier_gloo_rank_0_timeout": _WORDS,
+        "test_monitored_barrier_gloo_subgroup": _WORDS,
+    },
+    "cuda": {"test_ddp_profiling_torch_profiler": _EVENTS},
+    "pretended": {"test_ddp_profiling_torch_profiler": _EVENTS},
 }
 
-_FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
+# Cases that are left out.
+LEFT_OUT = {"pretended": ("test_ddp_uneven_inputs",)}  # large convolutions: minutes on the host
+
+# Cases that take longest start first, so that none is alone at the end.
+_LONG = ("test_ddp_uneven_inputs", "test_ddp_hook_parity_powerSGD", "test_post_localSGD_optimizer")
+
+Results = dict[str, dict[str, Outcome]]  # of backend and case
 
 
-class AsGloo(str):
-    """A backend's name, for code that asks whether it is Gloo's."""
-
-    def __eq__(self, other: object) -> bool:
-        return other == "gloo" or str.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-
-def worker(backend: str, cases: str, seconds: int) -> None:
-    """Runs the cases on one backend; prints a line of JSON for each."""
-    from torch.testing._internal import common_distributed
-
-    for feature in _FEATURES:
-        common_distributed.DistTestCases.backend_feature[feature].add(backend)
-    common_distributed.TIMEOUT_DEFAULT = seconds
-    common_distributed.TIMEOUT_OVERRIDE.clear()
-    import torch
-    from torch.testing._internal.distributed import distributed_test
-
-    torch.set_num_threads(1)
-    distributed_test.BACKEND = AsGloo(backend)
-
-    class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
-        def setUp(self) -> None:
-            super().setUp()
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
-
-    class Result(unittest.TestResult):
-        def startTest(self, test: unittest.TestCase) -> None:
-            super().startTest(test)
-            self.began = time.monotonic()
-
-        def say(self, test: unittest.TestCase, outcome: str, why: str = "") -> None:
-            line = {
-                "case": test.id().rpartition(".")[2],
-                "outcome": outcome,
-                "why": why,
-                "seconds": round(time.monotonic() - self.began, 1),
-            }
-            os.write(out, (json.dumps(line) + "\n").encode())
-
-        def addSuccess(self, test: unittest.TestCase) -> None:
-            self.say(test, "passed")
-
-        def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-            if not hasattr(self, "began"):
-                self.began = time.monotonic()
-            self.say(test, "skipped", reason)
-
-        def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-            self.say(test, "failed", str(err[1]))
-
-        addError = addFailure
-
-    # The results leave by a copy of stdout; what the cases print goes to stderr.
-    out = os.dup(1)
-    os.dup2(2, 1)
-    wanted = re.compile(cases)
-    suite = unittest.TestSuite(
-        Cases(name) for name in unittest.TestLoader().getTestCaseNames(Cases) if wanted.search(name)
+def set_up(device: str, world: int) -> None:
+    """The environment in which torch's suite is imported."""
+    os.environ.update(
+        BACKEND=CASES_OF[device],
+        INIT_METHOD="file://",  # some cases are for this only; each gets a file of its own
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        OMP_NUM_THREADS="1",
+        PYTHONWARNINGS="ignore",
+        TEMP_DIR=tempfile.gettempdir(),
     )
-    suite.run(Result())
+    if device == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast stays off
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks without starting CUDA
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.simplefilter("ignore")
 
 
-def run(backend: str, cases: str, world: int, seconds: int, log: Path) -> dict[str, Any]:
-    """Outcome of each case on a backend."""
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = os.environ | {
-            "BACKEND": "gloo",
-            "WORLD_SIZE": str(world),
-            "TEMP_DIR": scratch,
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-        }
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, __file__, "--worker", backend),
-                    *("--cases", cases, "--seconds", str(seconds)),
-                ],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-            outcomes = {}
-            assert process.stdout is not None
-            for line in process.stdout:
-                said = json.loads(line)
-                outcomes[said.pop("case")] = said
-                if sys.stderr.isatty():
-                    print(f"{backend}: {len(outcomes)} cases", end="\r", file=sys.stderr)
-            status = process.wait()
-    if status:
-        raise SystemExit(f"{backend}: the suite ended with status {status}; see {log}")
-    return outcomes
+def tasks(device: str, cases: str, backends: list[str], done: Results) -> list[Task]:
+    """What is to be run, each case on all backends in turn."""
+    import suite_cases
+
+    names = unittest.TestLoader().getTestCaseNames(suite_cases.Cases)
+    names = [n for n in names if re.search(cases, n) and n not in LEFT_OUT.get(device, ())]
+    wanted = sorted(names, key=lambda n: n not in _LONG)
+    return [
+        Task(name, backend)
+        for name in wanted
+        for backend in backends
+        if done.get(backend, {}).get(name, {}).get("outcome", "failed") == "failed"
+    ]
 
 
 def first_line(why: str) -> str:
@@ -154,9 +109,9 @@ def first_line(why: str) -> str:
     return (errors or lines or [""])[0][:300]
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def table(results: Results, exceptions: dict[str, str]) -> str:
     rows = []
-    for backend, outcomes in results.items():
+    for backend, outcomes in sorted(results.items()):
         count = dict.fromkeys(("passed", "failed", "skipped"), 0)
         for said in outcomes.values():
             count[said["outcome"]] += 1
@@ -168,49 +123,136 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for backend, outcomes in results.items():
         for case, said in sorted(outcomes.items()):
             if said["outcome"] == "failed":
-                rows.append(f"{backend}: {case}: {first_line(said['why'])}")
-    for case, reason in EXCEPTIONS.items():
+                rows.append(f"{backend}: {case}: {said['why']}")
+    for case, reason in exceptions.items():
         rows.append(f"excepted: {case}: {reason}")
     return "\n".join(rows)
 
 
-def missing(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Cases that Gloo passes, and this backend does not."""
-    ours, gloo = results.get("collectives", {}), results.get("gloo", {})
+def missing(results: Results, peer: str, exceptions: dict[str, str]) -> list[str]:
+    """Cases that this backend does not pass though the peer does, and those that fail here and do
+    not on the peer.
+    """
+    theirs = {case: said["outcome"] for case, said in results.get(peer, {}).items()}
     return sorted(
         case
-        for case, said in ours.items()
-        if case not in EXCEPTIONS
+        for case, said in results.get(OURS, {}).items()
+        if case not in exceptions
         and (
-            said["outcome"] == "failed"
-            or (said["outcome"] == "skipped" and gloo.get(case, {}).get("outcome") == "passed")
+            (said["outcome"] == "failed" and theirs.get(case) != "failed")
+            or (said["outcome"] == "skipped" and theirs.get(case) == "passed")
         )
     )
 
 
+class Record:
+    """All that is known, on disk as it comes."""
+
+    def __init__(self, path: Path | None, about: dict[str, Any], resume: bool) -> None:
+        self._path, self._about = path, about
+        self.results: Results = {}
+        if resume and path is not None and path.exists():
+            held = json.loads(path.read_text())
+            if held["about"]["of"] != about["of"]:
+                raise SystemExit(
+                    f"{path} has results of {held['about']['of']}, this run is of {about['of']}: "
+                    "name another file, or leave out --resume"
+                )
+            self.results = held["results"]
+
+    def note(self, said: Outcome) -> None:
+        kept = {key: said[key] for key in ("outcome", "why", "seconds")}
+        if said["outcome"] == "failed":
+            kept["why"] = first_line(said["why"])  # the log has all
+        self.results.setdefault(said["backend"], {})[said["case"]] = kept
+        self.write([])
+        if said["outcome"] == "failed" or sys.stderr.isatty():
+            count = sum(map(len, self.results.values()))
+            print(
+                f"{count}: {said['backend']} {said['case']}: {said['outcome']}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def write(self, not_run: list[Task]) -> None:
+        if self._path is None:
+            return
+        content = {
+            "about": self._about,
+            "results": self.results,
+            "not_run": [list(task) for task in not_run],
+        }
+        part = self._path.with_name(self._path.name + ".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(self._path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", nargs="+", default=["collectives", "gloo"])
+    parser.add_argument("--device", choices=PEERS, default="cpu", help="cuda: beside NCCL")
+    parser.add_argument("--backends", nargs="+", help="collectives, and its peer")
     parser.add_argument("--cases", default="", help="a regular expression that names contain")
-    parser.add_argument("--world", type=int, default=3)
+    parser.add_argument("--world", type=int, help="ranks (3, with GPUs 2)")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--seconds", type=int, default=300, help="the limit of a case")
-    parser.add_argument("--json", type=Path, help="where all outcomes go")
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--limit-seconds", type=float, help="no case starts later than that")
+    parser.add_argument("--grace", type=float, default=20, help="what runs then has these seconds")
+    parser.add_argument("--json", type=Path, help="where outcomes go, each as it is there")
+    parser.add_argument("--resume", action="store_true", help="run what did not pass there")
+    parser.add_argument("--log", type=Path, help="where a case's output goes, if it fails")
     options = parser.parse_args()
-    if options.worker:
-        worker(options.worker, options.cases, options.seconds)
-        return 0
-    results = {}
-    for backend in options.backends:
-        results[backend] = run(
-            backend, options.cases, options.world, options.seconds,
-            options.log / f"suite-{backend}.log",
+
+    world = options.world or (3 if options.device == "cpu" else 2)
+    peer, exceptions = PEERS[options.device], EXCEPTIONS[options.device]
+    set_up(options.device, world)
+    if options.device == "pretended":
+        import suite_pretended
+
+        suite_pretended.before_the_cases()
+    import suite_cases
+    import torch
+
+    suite_cases.prepare()
+    if options.device == "pretended":
+        suite_pretended.believe(suite_cases)
+    about = {
+        "of": {"torch": torch.__version__, "device": options.device, "world": world},
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "jobs": options.jobs,
+        "peer": peer,
+        "exceptions": exceptions,
+        "start_method": "fork",
+    }
+    if options.device == "cuda":
+        if torch.cuda.device_count() < world:
+            parser.error(f"{world} ranks need as many GPUs; torch sees {torch.cuda.device_count()}")
+        if not suite_cases.forked_ranks_have_gpus():
+            suite_cases.Cases.start_method = about["start_method"] = "spawn"
+            print("forked processes cannot use CUDA here: ranks are spawned", flush=True)
+    record = Record(options.json, about, options.resume)
+    wanted = tasks(options.device, options.cases, options.backends or [OURS, peer], record.results)
+
+    def stop(*_: Any) -> None:
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.ExitStack() as stack:
+        logs = options.log or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs.mkdir(parents=True, exist_ok=True)
+
+        def note(said: Outcome) -> None:
+            record.note(said)
+            if said["outcome"] != "failed":
+                (logs / f"{said['backend']}-{said['case']}.log").unlink(missing_ok=True)
+
+        not_run = suite_running.run(
+            wanted, note, jobs=options.jobs, seconds=options.seconds, logs=logs,
+            limit=options.limit_seconds, grace=options.grace,
         )  # fmt: skip
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1))
-    print(table(results))
-    lacking = missing(results)
+    record.write(not_run)
+    print(table(record.results, exceptions))
+    if not_run:
+        print("not run:", ", ".join(f"{task.case} ({task.backend})" for task in not_run))
+    lacking = missing(record.results, peer, exceptions)
     if lacking:
         print("not passed here:", ", ".join(lacking))
     return 1 if lacking else 0

@@ -137,6 +137,17 @@ def ddp_join() -> None:
 
 
 @check
+def ddp_join_divides_by_those_that_are_left() -> None:
+    """The reducer waits for a work that Python holds no more."""
+    d = DDP(nn.Linear(5, 5, bias=False))
+    with d.join(divide_by_initial_world_size=False):
+        for _ in range(2 + 2 * dist.get_rank()):
+            d(torch.full((1, 5), 3.0)).sum().backward()
+            assert (d.module.weight.grad == 3).all(), d.module.weight.grad
+            d.zero_grad()
+
+
+@check
 def ddp_buffers() -> None:
     d = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     for step in range(2):

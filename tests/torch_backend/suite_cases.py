@@ -1,0 +1,92 @@
+"""The cases of torch's suite for backends, as a class that runs them on any backend.
+
+Imported by suite.py once the environment is set, since torch's file reads it: BACKEND is the peer
+whose cases are run, WORLD_SIZE the number of ranks. What decides whether a case is skipped is
+computed then, from the peer's name. Later the cases ask once more, which backend they run on, and
+are given a name that equals the peer's too: so a backend from outside takes the peer's way in every
+case that the peer runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from typing import Any
+
+import torch
+from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed import distributed_test
+
+import collectives.torch
+
+PEER = os.environ["BACKEND"]
+ON_TEST = "BACKEND_ON_TEST"  # the environment's name for what `use` was told
+
+
+class AsPeer(str):
+    """A backend's name, for code that asks whether it is the peer's."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == PEER or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def use(backend: str, seconds: int, port: int) -> None:
+    """From now on this process, and what it starts, runs cases on `backend`; a case may take
+    `seconds`. Cases that need a port of their own take the one after `port`.
+    """
+    os.environ[ON_TEST] = f"{backend} {seconds} {port}"
+    for features in common_distributed.DistTestCases.backend_feature.values():
+        if PEER in features:
+            features.add(backend)
+    for lacks in common_distributed.DistTestCases.skip_collective.values():
+        if PEER in lacks:
+            lacks.add(backend)
+    common_distributed.TIMEOUT_DEFAULT = seconds
+    common_distributed.TIMEOUT_OVERRIDE.clear()
+    distributed_test.BACKEND = AsPeer(backend)
+    distributed_test.MASTER_PORT = port
+
+
+class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    """torch's cases, whose ranks are started by `start_method`."""
+
+    start_method = "fork"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._start_processes(multiprocessing.get_context(self.start_method).Process)
+
+    @classmethod
+    def _run(cls, *args: Any, **kwargs: Any) -> None:
+        # A rank that was not forked has not been told yet.
+        backend, seconds, port = os.environ[ON_TEST].split()
+        use(backend, int(seconds), int(port))
+        collectives.torch.register()
+        distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
+        super()._run(*args, **kwargs)
+
+
+def prepare() -> None:
+    """Imports what the ranks would import each for itself."""
+    torch.set_num_threads(1)
+    collectives.torch.register()  # where the package is not installed, torch has not found it
+    importlib.import_module("collectives.torch.group")
+
+
+def forked_ranks_have_gpus() -> bool:
+    """Can a forked process use CUDA? It cannot if this one has asked CUDA for anything."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.zeros(1, device="cuda")
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
