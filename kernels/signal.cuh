@@ -176,14 +176,18 @@ __device__ inline void announce(const DeviceWorld& w, const CallHead& head, u64 
   store_relaxed(&there.word, arrival_word(epoch, head.hash));
 }
 
-// True (after give_up) if `peer` has arrived at this call's number with another signature.
-__device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64 epoch, int peer) {
-  const Arrival& here = state_of(w, w.rank).arrivals[epoch & 1][peer];
-  const u64 word = load_acquire(&here.word);
+// True (after give_up) if `peer`, whose arrival says `word`, has arrived at this call's number with
+// another signature.
+__device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64 epoch, int peer,
+                                 u64 word) {
   if (u32(word >> 32) != u32(epoch) || u32(word) == head.hash) return false;
   const Waiting what{Phase::arrival, peer, -1, -1, -1, epoch, head.hash};
-  give_up(w, Leave::mismatch, what, u32(word), 0, &here);
+  give_up(w, Leave::mismatch, what, u32(word), 0, &state_of(w, w.rank).arrivals[epoch & 1][peer]);
   return true;
+}
+__device__ inline bool disagrees(const DeviceWorld& w, const CallHead& head, u64 epoch, int peer) {
+  const u64* word = &state_of(w, w.rank).arrivals[epoch & 1][peer].word;
+  return disagrees(w, head, epoch, peer, load_acquire(word));
 }
 
 // Waits until `peer` is in this call, with what is expected of it; false if it is in another one,
@@ -192,13 +196,13 @@ __device__ inline bool has_arrived(const DeviceWorld& world, const CallHead& exp
                                    int peer) {
   const u64* word = &state_of(world, world.rank).arrivals[epoch & 1][peer].word;
   const Waiting what{Phase::arrival, peer, static_cast<int>(blockIdx.x), -1, -1, epoch, epoch};
-  return wait_until(world, what,
-                    [&](u64& seen) {
-                      const u64 now = load_acquire(word);
-                      seen = now >> 32;
-                      return u32(seen) == u32(epoch);
-                    }) &&
-         !disagrees(world, expected, epoch, peer);
+  u64 now = 0;
+  const bool came = wait_until(world, what, [&](u64& seen) {
+    now = load_acquire(word);
+    seen = now >> 32;
+    return u32(seen) == u32(epoch);
+  });
+  return came && !disagrees(world, expected, epoch, peer, now);
 }
 
 // All blocks wait until all ranks are in this call; false if a rank is in another one.

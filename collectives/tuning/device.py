@@ -6,24 +6,23 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # direct_one_shot, by the bytes that a rank sends to each peer: up to _PACKETS in packets, which are
-# the fastest for the smallest but send twice the bytes, then in lines, up to _LINES. The limits for
-# two GPUs were measured on H200, for three and four on 4 H100; for more ranks, the bytes that cross
-# each link are kept alike.
+# the fastest for the smallest but send twice the bytes, then in lines, up to _LINES. Measured on
+# two and on four H200; for more ranks, the bytes that cross each link are kept alike.
 _PACKETS = {2: 128 << 10, 4: 64 << 10, 8: 32 << 10}
-_LINES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
+_LINES = {2: 4 << 20, 4: 1 << 20, 8: 128 << 10}
 # Threads of its blocks: one block for the smallest, as long as it has room, saves the blocks'
 # meeting at the end; else small blocks, on more multiprocessors.
 _ONE_BLOCK, _IN_ONE_BLOCK = 512, 4 << 10
 _THREADS = 256
 # all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
 # has them written above (links carry more writes than reads).
-_PULL_BELOW = 16 << 20
+_PULL_BELOW = 8 << 20
 # With so few blocks or less it reads them by bulk copies: these keep more bytes in flight than the
 # threads of a block do. (On two H200 at 64 MiB: 8 blocks 245 us, where threads take 347.)
 _BULK_BLOCKS = 32
 # Blocks of direct_two_shot for three and more ranks up to _FEW_BLOCKS_BELOW: with more, the signals
-# between all pairs take longer than the bytes.
-_FEW_BLOCKS, _FEW_BLOCKS_BELOW = 16, 8 << 20
+# between all pairs take longer than the bytes. (On four H200, 4 MiB of symmetric buffers.)
+_FEW_BLOCKS, _FEW_BLOCKS_BELOW = 32, 8 << 20
 # Blocks of direct_two_shot beside a stream that computes: blocks that wait for a peer hold their
 # multiprocessors, and a kernel of cuBLAS finds no room beside one.
 _BLOCKS_BESIDE = 32
@@ -98,7 +97,7 @@ def device_launch(
         return _one_shot(each, nranks) if each <= _of(_LINES, nranks) else _PLAIN
     few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
     blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
-    bulk = not few and min(blocks or most, most) <= _BULK_BLOCKS
+    bulk = min(blocks or most, most) <= _BULK_BLOCKS
     return Launch(blocks=blocks, pull=bulk or nbytes < _PULL_BELOW, bulk=bulk)
 
 
