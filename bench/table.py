@@ -10,7 +10,7 @@ Between markers such as
 
 go the tables. README.md gets one table for each number of ranks: float32 sum all_reduce in place on
 one host, algorithms chosen by size, loops in C++. docs/gpu.md gets the same of GPUs: out of place,
-in CUDA graphs, and what bench/nodes_gpu.py measured between nodes. docs/benchmarks.md gets a
+in CUDA graphs, and what bench/nodes_gpu.py and bench/transfers_gpu.py measured. docs/benchmarks.md gets a
 section for each run. A ratio is a peer's time divided by ours of the same run, so runs are never
 compared with each other; where several runs have a row of the summary, our time there is their
 median. A run with a wrong element is refused. The tables of docs/torch.md and docs/training.md are
@@ -34,6 +34,7 @@ PAGES = [
     (ROOT / "docs" / "benchmarks.md", "gpu all"),
     (ROOT / "docs" / "gpu.md", "gpu summary"),
     (ROOT / "docs" / "gpu.md", "gpu between nodes"),
+    (ROOT / "docs" / "gpu.md", "gpu transfers"),
     (ROOT / "docs" / "torch.md", "torch suite"),
     (ROOT / "docs" / "torch.md", "torch steps"),
     (ROOT / "docs" / "training.md", "training"),
@@ -64,6 +65,10 @@ GPU = Kind(
     ("cuda_ipc", "cuda", "graph", False),
     2,
     "No results yet: `bench/gpu.sh`, then `python bench/table.py`.",
+)
+TRANSFERS_NONE = (
+    "No results yet: `python -m collectives run -n 2 bench/transfers_gpu.py --json "
+    "bench/results/transfers-gpu-2.json`, then `python bench/table.py`."
 )
 NODES_GPU_NONE = (
     "No results yet: `mpirun -n 2 python bench/nodes_gpu.py --json "
@@ -266,6 +271,38 @@ def between_nodes(folder: Path) -> list[str]:
     return lines + made or [NODES_GPU_NONE]
 
 
+def transfers(folder: Path) -> list[str]:
+    """The table of sends and receives between two GPUs, by bench/transfers_gpu.py."""
+    lines: list[str] = []
+    made: list[str] = []
+    for path in sorted(folder.glob("transfers-gpu-*.json")):
+        content = json.loads(path.read_text())
+        ours: dict[int, dict[str, float]] = {}
+        nccl: dict[int, dict[str, float]] = {}
+        for row in content["rows"]:
+            whose = ours if row["name"] == "collectives" else nccl
+            whose.setdefault(row["bytes"], {})[row["what"]] = row["us"]
+        ways = list(next(iter(ours.values())))
+        head = ["2 ranks"]
+        for way in ways:
+            head += [f"{way} (µs)", "NCCL ÷ ours"]
+        body = []
+        for nbytes, us in ours.items():
+            cells = [size(nbytes)]
+            for way in ways:
+                theirs = nccl.get(nbytes, {}).get(way)
+                cells += [time(us[way]), f"{theirs / us[way]:.2f}" if theirs else ""]
+            body.append(cells)
+        lines += [*table(head, body), ""]
+        header = content["header"]
+        gpu = header["gpu"]
+        made.append(
+            f"- {path.stem}: 2 x {gpu['name']}; nvidia driver {gpu['nvidia driver']}, cuda driver "
+            f"{gpu['cuda driver']}; commit {header['commit']}, {header['date'][:10]}"
+        )
+    return lines + made or [TRANSFERS_NONE]
+
+
 def filled(text: str, kind: str, lines: list[str]) -> str:
     """`text` with `lines` between the markers of `kind`."""
     begin, end = f"<!-- bench/table.py: {kind} -->", "<!-- end -->"
@@ -284,6 +321,7 @@ def main(arguments: list[str]) -> int:
         "gpu summary": summary(gpus, GPU),
         "gpu all": everything(gpus, GPU),
         "gpu between nodes": between_nodes(RESULTS),
+        "gpu transfers": transfers(RESULTS),
         "torch suite": torch_tables.suite(RESULTS),
         "torch steps": torch_tables.steps(RESULTS),
         "training": torch_tables.training(RESULTS),

@@ -1,6 +1,6 @@
 """Sends and receives between two GPUs, on this runtime and on NCCL in turns.
 
-    python -m collectives run -n 2 bench/transfers_gpu.py --json bench/results/gpu-transfers-2.json
+    python -m collectives run -n 2 bench/transfers_gpu.py --json bench/results/transfers-gpu-2.json
 
     both      each rank sends and receives at the same time: sendrecv, or a group of NCCL's
     one way   rank 0 sends, rank 1 receives

@@ -8,6 +8,8 @@ and the one before goes. See csrc/staging.hpp.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +40,18 @@ def _why_no_thread(bootstrap: Bootstrap) -> str:
         "initialise it with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py does, unless "
         "mpi4py.rc says otherwise)"
     )
+
+
+def _warn_if_bound(rank: int) -> None:
+    """Staged calls are made by a thread of their own, and a rank that waits for its GPU polls."""
+    if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
+        warnings.warn(
+            f"rank {rank} is bound to one processor, on which the thread that carries device arrays "
+            "between nodes takes turns with the program: it would take milliseconds a call. Give "
+            "each rank several (mpirun --bind-to none, or --map-by numa --bind-to numa)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class NoSymmetricMemory:
@@ -87,6 +101,7 @@ class StagedEngine(DeviceEngine):
         self.device = device
         self.place = f"cuda:{device}"
         self._bootstrap = bootstrap
+        _warn_if_bound(bootstrap.rank)
         why = why_no_gpu(device) or _why_no_thread(bootstrap)
         answers = self._agree("cannot stage arrays of a GPU", why, slot=Settings().staging)
         self.slot_bytes = min(int(a["slot"]) for a in answers)

@@ -39,6 +39,8 @@ _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same for Open MPI 4
+    # Which would bind one or two ranks to a processor each, with all of their threads.
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 
 
