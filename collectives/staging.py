@@ -46,7 +46,7 @@ def _warn_if_bound(rank: int) -> None:
     """Staged calls are made by a thread of their own, and a rank that waits for its GPU polls."""
     if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
         warnings.warn(
-            f"rank {rank} is bound to one processor, on which the thread that carries device arrays "
+            f"rank {rank} is bound to one processor, where the thread that carries device arrays "
             "between nodes takes turns with the program: it would take milliseconds a call. Give "
             "each rank several (mpirun --bind-to none, or --map-by numa --bind-to numa)",
             RuntimeWarning,

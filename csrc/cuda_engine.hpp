@@ -127,9 +127,9 @@ struct DeviceCommunicator::Impl {
                        const device::Arithmetic& arithmetic, device::Prepared* made);
 
   DeviceConfig config;
-  int blocks = 0;  // of kernels whose blocks speak with their like on all ranks
-  int processors = 0;     // of the GPU
-  bool hopper = false;    // or later: bulk copies, and kernels that start early
+  int blocks = 0;       // of kernels whose blocks speak with their like on all ranks
+  int processors = 0;   // of the GPU
+  bool hopper = false;  // or later: bulk copies, and kernels that start early
   device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
   cudaStream_t stream = nullptr;       // private: set-up only
