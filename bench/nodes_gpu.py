@@ -35,13 +35,11 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
+import collectives as cc
+from collectives import _core
+from collectives.bench import gpus, machine
+
 WORLD = MPI.COMM_WORLD
-os.environ.setdefault("COLLECTIVES_NODE", f"node{WORLD.rank}")
-
-import collectives as cc  # noqa: E402
-from collectives import _core  # noqa: E402
-from collectives.bench import gpus, machine  # noqa: E402
-
 SIZES = "64K,256K,1M,4M,16M,64M,256M"
 COLLECTIVES = "all_reduce,all_gather,broadcast,reduce_scatter,all_to_all"
 PERIOD = 65521  # elements after which a rank's pattern repeats: a prime
@@ -135,6 +133,7 @@ class Bench:
         self.gpu = WORLD.rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(self.gpu).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        os.environ.setdefault("COLLECTIVES_NODE", f"node{WORLD.rank}")
         self.comm = cc.init(timeout=60)
         if len(set(self.comm.nodes)) != WORLD.size:
             raise SystemExit(f"nodes_gpu: a rank a node is needed, not nodes {self.comm.nodes}")

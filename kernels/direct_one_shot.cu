@@ -4,6 +4,7 @@
 //   all_reduce       the whole array to all; each combines all n in rank order
 //   reduce_scatter   to each its block; each combines the n copies of its own in rank order
 //   all_gather       the own block to all, who put it in its place
+//   all_to_all       the block of each to it, if all blocks are equal
 //   broadcast, scatter, gather, reduce   likewise, from the root or to it
 //
 //   rank 0   x0 ──┬── packets ──> buffer [parity][from 0] of ranks 1, 2, ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ class Array:
 
 class Device:
     current = -1
-    asked: list[int] = []  # noqa: RUF012
+    asked: ClassVar[list[int]] = []
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
