@@ -42,7 +42,7 @@ def _why_no_thread(bootstrap: Bootstrap) -> str:
     )
 
 
-def _warn_if_bound(rank: int) -> None:
+def warn_if_bound(rank: int) -> None:
     """Staged calls are made by a thread of their own, and a rank that waits for its GPU polls."""
     if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
         warnings.warn(
@@ -101,7 +101,7 @@ class StagedEngine(DeviceEngine):
         self.device = device
         self.place = f"cuda:{device}"
         self._bootstrap = bootstrap
-        _warn_if_bound(bootstrap.rank)
+        warn_if_bound(bootstrap.rank)
         why = why_no_gpu(device) or _why_no_thread(bootstrap)
         answers = self._agree("cannot stage arrays of a GPU", why, slot=Settings().staging)
         self.slot_bytes = min(int(a["slot"]) for a in answers)

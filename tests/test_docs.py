@@ -276,6 +276,27 @@ def test_tables_of_results_on_gpus_between_nodes(tmp_path):
         script.between_nodes(tmp_path)
 
 
+def test_the_table_of_sends_and_receives_on_gpus(tmp_path):
+    script = load(ROOT / "bench" / "table.py")
+    assert "No results yet" in script.transfers(tmp_path)[0]
+    rows = [
+        {"bytes": nbytes, "what": what, "name": name, "us": us, "p99_us": us}
+        for nbytes in (8, 1 << 20)
+        for what in ("both", "one way")
+        for name, us in (("collectives", 4.0), ("nccl", 5.0))
+        if (nbytes, what, name) != (8, "one way", "nccl")
+    ]
+    gpu = {"name": "H200", "nvidia driver": "580.1", "cuda driver": "13.0"}
+    header = {"gpu": gpu, "commit": "abc", "date": "2000-01-01T00:00:00+00:00"}
+    file = tmp_path / "transfers-gpu-2.json"
+    file.write_text(json.dumps({"header": header, "rows": rows}))
+    text = "\n".join(script.transfers(tmp_path))
+    assert "| 2 ranks | both (µs) | NCCL ÷ ours | one way (µs) | NCCL ÷ ours |" in text
+    assert "| 8 B | 4.00 | 1.25 | 4.00 |  |" in text
+    assert "| 1 MiB | 4.00 | 1.25 | 4.00 | 1.25 |" in text
+    assert "- transfers-gpu-2: 2 x H200; nvidia driver 580.1, cuda driver 13.0; commit abc" in text
+
+
 def test_tables_of_results_on_gpus(results):
     """Graphs and out of place in the summary; what is on the host, forced or bounded is not."""
     script, write = results
