@@ -49,7 +49,7 @@ _PASSED_ON = (
     signal.SIGUSR2,
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_FIRST_ENDS = 1.0  # seconds that the rank that failed first has to end, once another has
+_FIRST_ENDS = 3.0  # seconds that the rank that failed first has to end, once another has
 _TIMED_OUT = 124  # exit status of --limit, as that of timeout(1)
 
 
@@ -248,7 +248,7 @@ class _Job:
         """Ends the job if a rank has failed.
 
         The first to fail takes others with it, which may end sooner than the first itself does. The
-        rendezvous has seen in which order they left, in `lost`; the first gets a second to end.
+        rendezvous has seen in which order they left, in `lost`; the first gets a while to end.
         """
         failed = [rank for rank in self._ranks if rank.process.poll()]
         if self._status is not None or not failed:
