@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "bulk loads over what is still being stored", "bulk.cuh",
-        "wait_bulk_read<kStoring>();", "", "test_two_shot and bulk-symmetric-3",
+        "wait_bulk_read<kStoring>();", "", "test_two_shot and bulk and symmetric",
     ),
     Mutant(
         "bulk stores that nobody waits for", "bulk.cuh",
