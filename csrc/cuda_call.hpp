@@ -141,7 +141,6 @@ struct DeviceWorld {
   Control* control;
   u64 timeout_ns;
   Geometry geometry;
-  bool starts_early;  // the GPU can start kernels before those before them have ended
 };
 
 struct CallHead {
@@ -226,8 +225,7 @@ struct OneShotCall {
   bool reduces;  // else what comes is put where `receive` says
   bool lines;    // else packets
   u32 threads;   // of a block
-  // The next kernel on the stream may take its places at once, not only when this one is done.
-  bool lets_next_start;
+  bool early;    // may be launched before the kernel before it on the stream has ended
 };
 
 // How a rank gets the others' contributions to its share, and how they get the result.

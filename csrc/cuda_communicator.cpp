@@ -242,7 +242,6 @@ void DeviceCommunicator::open(const std::vector<std::string>& handles, int block
         others, [&m](const ProcessWatch::Process& p) { m.died(p.rank, p.pid); });
   m.blocks = blocks;
   m.world.rank = m.config.rank;
-  m.world.starts_early = m.hopper;
   m.world.nranks = m.config.nranks;
   for (int q = 0; q < m.config.nranks; ++q) m.world.arena[q] = m.arenas->all()[q];
   void* mapped = nullptr;

@@ -11,8 +11,9 @@ namespace {
 
 // Threads of a kernel: packets need all of them for 1 MiB, lines for 2 MiB.
 constexpr u64 kOneShotThreads = u64(256) * kThreads;
-// A kernel that has its places while the one before it still waits takes room that others may need:
-// only where both are small, an eighth of an H200.
+// A kernel that is launched early has its places while the one before it may still wait for a peer,
+// so it takes room that others may need, which that peer may wait for: only small ones are, an
+// eighth of an H200.
 constexpr u64 kEarlyThreads = u64(64) * kThreads;
 constexpr u64 kExchangeChunkBytes = 64 << 10;
 // What a block of direct_two_shot has at least, of a share.
@@ -121,14 +122,7 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   const int n = config.nranks;
   const u64 e = size_of(call.dtype);
   if (n == 1) return path;
-  // An all_to_all has one step in any case; in packets or lines it needs no barrier. All ranks know
-  // the length of its blocks, or the flags would not tell who disagrees.
-  const bool exchanges =
-      options.algorithm == "direct_two_shot" && call.collective == Collective::all_to_all;
-  const bool in_one_shot =
-      exchanges && options.small && !call.in.is_table() && !call.out.is_table();
-  if (options.algorithm == "direct_one_shot" || in_one_shot) {
-    if (call.collective == Collective::barrier) return path;
+  const auto one_shot = [&] {
     const u64 bytes = longest_share(call, n);
     // complex128 goes in two units, whose sums are apart and whose products are not.
     const bool fits_units = !reduces(call.collective) || call.dtype != Dtype::complex128 ||
@@ -136,13 +130,19 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
     const bool fits_lines = bytes <= u64{world.geometry.lines_each} * kLineUnits * 8;
     const bool fits_packets = bytes <= u64{world.geometry.packet_units} * 8;
     if (bytes != 0 && fits_units && whole_lines && fits_lines && (options.lines || !fits_packets))
-      path.kind = DirectPath::Kind::lines;
-    else if (bytes != 0 && fits_units && fits_packets)
-      path.kind = DirectPath::Kind::packets;
-    if (!in_one_shot || path.kind != DirectPath::Kind::none) return path;
+      return DirectPath::Kind::lines;
+    if (bytes != 0 && fits_units && fits_packets) return DirectPath::Kind::packets;
+    return DirectPath::Kind::none;
+  };
+  if (options.algorithm == "direct_one_shot") {
+    if (call.collective != Collective::barrier) path.kind = one_shot();
+    return path;
   }
-  if (exchanges) {
-    path.kind = DirectPath::Kind::exchange;
+  if (options.algorithm == "direct_two_shot" && call.collective == Collective::all_to_all) {
+    // It has one step in any case, which needs no barrier in packets or lines: if all ranks know
+    // the length of its blocks, or the flags would not tell who disagrees.
+    if (options.small && !call.in.is_table() && !call.out.is_table()) path.kind = one_shot();
+    if (path.kind == DirectPath::Kind::none) path.kind = DirectPath::Kind::exchange;
     return path;
   }
   if (options.algorithm != "direct_two_shot" || !is_two_shot(call.collective)) return path;
@@ -184,7 +184,9 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   u64 most = std::min<u64>(kOneShotThreads / c.threads, resident);
   if (limit > 0) most = std::min(most, static_cast<u64>(limit));
   made->grid = static_cast<int>(std::min<u64>(most, (hands + c.threads - 1) / c.threads));
-  c.lets_next_start = config.sharing == 1 && u64(made->grid) * c.threads <= kEarlyThreads;
+  // (Two of them may be there at once.)
+  c.early = hopper && config.sharing == 1 && u64(made->grid) * c.threads <= kEarlyThreads &&
+            (config.max_blocks == 0 || 2 * made->grid <= config.max_blocks);
 }
 
 void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call& call,

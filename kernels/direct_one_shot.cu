@@ -294,8 +294,9 @@ __global__ void __launch_bounds__(Shares::kMostThreads)
       }
     }
   };
-  if (call.lets_next_start) let_next_start();
+  // (In this order: else the one after the next could be there too, and so on.)
   wait_for_previous();
+  if (call.early) let_next_start();
   // The first loads are in flight together with those of the entry.
   if (number < call.parcels) load(0);
   const Entry entry = enter(world);
@@ -403,7 +404,7 @@ int residency(OneShotResidency* blocks) {
 
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream) {
   return launch(call.lines ? kernel_of<Lines>(call) : kernel_of<Packets>(call),
-                {blocks, static_cast<int>(call.threads), call.world.starts_early}, stream, call);
+                {blocks, static_cast<int>(call.threads), call.early}, stream, call);
 }
 
 int one_shot_residency(OneShotResidency* blocks) {

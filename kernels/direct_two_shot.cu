@@ -208,8 +208,7 @@ Kernel kernel_of(const TwoShotCall& call) {
 
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
   const int shared_bytes = call.bulk ? kBulkBytes : 0;
-  return launch(kernel_of(call), {blocks, kCrewThreads, call.world.starts_early, shared_bytes},
-                stream, call);
+  return launch(kernel_of(call), {blocks, kCrewThreads, false, shared_bytes}, stream, call);
 }
 
 namespace {

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kCrewThreads, 1)
 }  // namespace
 
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream) {
-  return launch(exchange_kernel, {blocks, kCrewThreads, call.world.starts_early}, stream, call);
+  return launch(exchange_kernel, {blocks, kCrewThreads}, stream, call);
 }
 
 int exchange_residency(int* blocks) {

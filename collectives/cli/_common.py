@@ -159,6 +159,18 @@ def import_algorithms(names: Iterable[str]) -> None:
             raise ConfigError(f"--import {name}: it does not load ({words})") from error
 
 
+def add_rest(parser: argparse._ActionsContainer) -> None:
+    """`--rest` of those who time calls."""
+    parser.add_argument(
+        "--rest",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds that all ranks sleep before each block of calls (0): ranks that poll at "
+        "real-time priority are stopped by the kernel for a part of each second",
+    )
+
+
 def check_writable(*paths: str | None) -> None:
     """Raises ConfigError, before any work is done, if one of the files cannot be written by rank
     0.

@@ -78,14 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for each size and library (0.2)",
     )
-    effort.add_argument(
-        "--rest",
-        type=_common.seconds,
-        default=0.0,
-        metavar="S",
-        help="seconds that all ranks sleep before each block of calls (0): ranks that poll at "
-        "real-time priority are stopped by the kernel for a part of each second",
-    )
+    _common.add_rest(effort)
     what = parser.add_argument_group("what")
     what.add_argument(
         "--collective",

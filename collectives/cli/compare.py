@@ -64,14 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-w", "--warmup-iters", type=_common.natural, default=5, help="calls before (5)")
     add("-c", "--check", type=_common.natural, default=1, help="verify each so often (1)")
     add("--seconds", type=_common.seconds, default=0.1, help="for each size and algorithm (0.1)")
-    add(
-        "--rest",
-        type=_common.seconds,
-        default=0.0,
-        metavar="S",
-        help="seconds that all ranks sleep before each block of calls (0): ranks that poll at "
-        "real-time priority are stopped by the kernel for a part of each second",
-    )
+    _common.add_rest(parser)
     add("-o", "--op", type=_common.op, default="sum", help="(sum)")
     add("-d", "--datatype", type=_common.dtype, default="float32", help="(float32)")
     add("-r", "--root", type=_common.natural, default=0, help="(0)")

@@ -248,7 +248,7 @@ class _Job:
         """Ends the job if a rank has failed.
 
         The first to fail takes others with it, which may end sooner than the first itself does. The
-        rendezvous has seen in which order they left, in `lost`; the first gets a while to end.
+        rendezvous has seen in which order they left, in `lost`; the first has _FIRST_ENDS.
         """
         failed = [rank for rank in self._ranks if rank.process.poll()]
         if self._status is not None or not failed:

@@ -13,10 +13,19 @@ cupy = pytest.importorskip("cupy")
 MARK = pytest.mark.gpu
 
 
+def need_compiler() -> None:
+    """Skips a module whose kernels cupy compiles, from CUDA C++, when they are first called: on the
+    emulated CUDA runtime there is nothing that could, and no GPU to run what it makes. The same
+    arithmetic on the host has tests of its own, which these compare with.
+    """
+    if not hasattr(cupy, "RawModule"):
+        pytest.skip("the emulated cupy has no compiler for CUDA C++", allow_module_level=True)
+
+
 def free_memory() -> int:
     """Bytes of the GPU; 0 where it cannot be told (tests/emulated, where it is the host's)."""
     ask = getattr(cupy.cuda.runtime, "memGetInfo", None)
     return int(ask()[0]) if ask is not None else 0
 
 
-__all__ = ["GPUS", "MARK", "cupy", "free_memory"]
+__all__ = ["GPUS", "MARK", "cupy", "free_memory", "need_compiler"]

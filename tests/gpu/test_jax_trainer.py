@@ -7,15 +7,19 @@ from pathlib import Path
 
 import launch
 import pytest
-from gpus import MARK, cupy
+from gpus import MARK, need_compiler
 
 pytestmark = [MARK, pytest.mark.jax]
-if not hasattr(cupy, "RawModule"):
-    pytest.skip("the emulated cupy compiles no kernels", allow_module_level=True)
+need_compiler()
 pytest.importorskip("jax")
-# Asked of what is installed: jax itself would take the GPU's memory to answer.
+# jax has GPUs by a plugin of its own, without which its arrays lie on the host: the trainer with
+# those is tested in tests/test_train_step.py. (Asked of what is installed: jax itself would take
+# the GPU's memory to answer.)
 if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-    pytest.skip("jax is installed without CUDA", allow_module_level=True)
+    pytest.skip(
+        "jax is installed without its plugin for CUDA: pip install jax[cuda13]",
+        allow_module_level=True,
+    )
 
 WORKER = Path(__file__).resolve().parent / "jax_training_worker.py"
 ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONWARNINGS": "default"}

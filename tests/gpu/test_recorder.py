@@ -290,24 +290,23 @@ def test_a_capture_does_not_hide_a_call_that_still_runs() -> None:
         small, _ = ready(comm)
         comm.comm.barrier()
         idle = True
-        if comm.rank == 0:
-            with comm.stream:
-                comm.comm.all_reduce(small)  # waits for rank 1
-            other = cupy.cuda.Stream(non_blocking=True)
-            with other:
-                other.begin_capture()
-                comm.comm.all_reduce(small)
+        if comm.rank == 1:
+            looked.wait(60)
+        with comm.stream:
+            comm.comm.all_reduce(small)  # on rank 0 it waits for rank 1
+        other = cupy.cuda.Stream(non_blocking=True)
+        with other:
+            other.begin_capture()
+            comm.comm.all_reduce(small)
+            if comm.rank == 0:
                 with pytest.raises(cc.DeadlineError):
                     comm.comm.synchronize(0.01)
-                other.end_capture()
+            other.end_capture()
+        if comm.rank == 0:
             with pytest.raises(cc.DeadlineError):
                 comm.comm.synchronize(0.01)
             idle = states(comm.comm.dump())[1] == "done"
             looked.set()
-        else:
-            looked.wait(60)
-            with comm.stream:
-                comm.comm.all_reduce(small)
         comm.finish()
         return idle
 

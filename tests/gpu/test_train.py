@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import MARK, cupy
+from gpus import MARK, cupy, need_compiler
 from optimizers import OPTIMIZERS
 
 from collectives.array.dtypes import numpy_dtype
@@ -16,8 +16,7 @@ from collectives.train import LAMB, fused
 from collectives.train.norms import Spans, sums_of_squares, whole
 
 pytestmark = MARK
-if not hasattr(cupy, "RawModule"):
-    pytest.skip("the emulated cupy compiles no kernels", allow_module_level=True)
+need_compiler()
 
 
 def on_device(x: Any) -> Any:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import launch
 import pytest
-from gpus import MARK, cupy
+from gpus import MARK, need_compiler
 
 pytestmark = MARK
-if not hasattr(cupy, "RawModule"):
-    pytest.skip("the emulated cupy compiles no kernels", allow_module_level=True)
+need_compiler()
 pytest.importorskip("torch")
 
 WORKER = Path(__file__).resolve().parent / "training_worker.py"
