@@ -2,15 +2,16 @@
 
     python -m collectives run -n 2 bench/train_gpu.py [--json bench/results/train-gpu-2.json]
 
-A decoder of about 370 million parameters (24 layers of width 1024, tied embeddings) in bfloat16,
-AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. One way is set up at a time, since all
-together would not fit; the ways take turns, forth and back (see turns.py), `--rounds` times or as
-often as fits in `--seconds`, and the first steps of each turn are not counted. The file is written
-after each turn. "alone" is the same model and step on each GPU by itself, in plain torch and in the
-trainer on one rank. Exposed communication is the median of a way less that of its "alone", scaling
-efficiency their ratio (so stages 1 to 3, whose ranks step a part of the parameters, are given the
-time that this saves). Losses of all ways are compared before anything is told. Every step is as
-long as the slowest rank takes. --small is a tiny model on CPUs over Gloo, to try the script.
+A decoder of about 355 million parameters (24 layers of width 1024, tied embeddings; `--model` takes
+another) in bfloat16, AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. One way is set up at
+a time, since all together would not fit; the ways take turns, forth and back (see turns.py),
+`--rounds` times or as often as fits in `--seconds`, and the first steps of each turn are not
+counted. The file is written after each turn. "alone" is the same model and step on each GPU by
+itself, in plain torch and in the trainer on one rank. Exposed communication is the median of a way
+less that of its "alone", scaling efficiency their ratio (so stages 1 to 3, whose ranks step a part
+of the parameters, are given the time that this saves). Losses of all ways are compared before
+anything is told. Every step is as long as the slowest rank takes. --small is a tiny model on CPUs
+over Gloo, to try the script.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class OurStep:
 class Bench:
     """What all ways have in common on this rank."""
 
-    def __init__(self, comm: cc.Communicator, small: bool) -> None:
-        self.comm, self.small = comm, small
+    def __init__(self, comm: cc.Communicator, layers: int, width: int, small: bool) -> None:
+        self.comm, self.layers, self.width, self.small = comm, layers, width, small
         self.device = torch.device("cpu")
         if not small:
             self.device = torch.device("cuda", comm.local_rank)
@@ -108,7 +109,7 @@ class Bench:
 
     def model(self) -> Decoder:
         torch.manual_seed(0)
-        sizes = (2, 64, 256, 64) if self.small else (24, 1024, VOCABULARY, 1024)
+        sizes = (2, 64, 256, 64) if self.small else (self.layers, self.width, VOCABULARY, 1024)
         return Decoder(*sizes).to(self.device, torch.bfloat16)
 
     def batch(self, size: int, length: int) -> Batch:
@@ -194,13 +195,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of each in a round")
     parser.add_argument("--warm", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--batches", default="4x1024,1x256", help="sequences x tokens a rank")
+    parser.add_argument("--model", default="24x1024", help="layers x width, in heads of 64")
     parser.add_argument("--ways", help="only those whose names hold one of these, by commas")
     parser.add_argument("--small", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     until = None if args.seconds is None else time.monotonic() + args.seconds
     with cc.init() as comm:
-        bench = Bench(comm, args.small)
+        bench = Bench(comm, *map(int, args.model.split("x")), args.small)
         ways: dict[str, Callable[[], Any]] = {"torch alone": bench.alone, "torch DDP": bench.ddp}
         ways["torch FSDP2"] = bench.fsdp2
         ways["collectives alone"] = lambda: bench.ours(0, bench.solo)
