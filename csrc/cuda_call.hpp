@@ -224,6 +224,7 @@ struct OneShotCall {
   bool alike;    // each rank sends the same to all, and all send as much
   bool reduces;  // else what comes is put where `receive` says
   bool lines;    // else packets
+  bool twice;    // all_reduce in two steps: send[q] and receive[q] are the share of rank q
   u32 threads;   // of a block
   bool early;    // may be launched before the kernel before it on the stream has ended
 };
@@ -286,6 +287,7 @@ static_assert(sizeof(TransferCall) <= 4096, "what a kernel's parameters may take
 
 int launch_plan(const PlanCall& call, int blocks, void* stream);
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
+int launch_two_shot_lines(const OneShotCall& call, int blocks, void* stream);  // of `twice`
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 int launch_transfer(const TransferCall& call, int blocks, void* stream);
@@ -296,9 +298,10 @@ int launch_probe(const DeviceWorld& world, const u64* tokens, u32* wrong, void* 
 int plan_residency(int* blocks);
 // all_reduce's need fewer registers than those that have a share for each pair of ranks.
 struct OneShotResidency {
-  int whole, shares;
+  int whole, shares, twice;
 };
-int one_shot_residency(OneShotResidency* blocks);
+int one_shot_residency(OneShotResidency* blocks);  // but `twice`
+int two_shot_lines_residency(int* blocks);
 int two_shot_residency(int* blocks);
 // For kernels that make bulk copies, on this GPU: those before Hopper cannot.
 int allow_bulk();

@@ -239,7 +239,7 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
     check_cuda(launched, "launching a kernel");
   };
   if (auto* one_shot = std::get_if<OneShotCall>(&made.call))
-    launch(*one_shot, launch_one_shot);
+    launch(*one_shot, one_shot->twice ? launch_two_shot_lines : launch_one_shot);
   else if (auto* two_shot = std::get_if<TwoShotCall>(&made.call))
     launch(*two_shot, launch_two_shot);
   else if (auto* exchange = std::get_if<ExchangeCall>(&made.call))
@@ -286,6 +286,7 @@ Prepared DeviceCommunicator::Impl::prepare(const Call& call, const DeviceOptions
       break;
     case DirectPath::Kind::packets:
     case DirectPath::Kind::lines:
+    case DirectPath::Kind::lines_twice:
       prepare_one_shot(direct, call, options, head, arithmetic, &made);
       break;
     case DirectPath::Kind::two_shot:

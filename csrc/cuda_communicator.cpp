@@ -35,7 +35,8 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   if (hopper) check_cuda(static_cast<cudaError_t>(allow_bulk()), "cudaFuncSetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.
   const int sharing = std::max(1, config.sharing);
-  one_shot_blocks = {one_shot.whole * processors / sharing, one_shot.shares * processors / sharing};
+  one_shot_blocks = {one_shot.whole * processors / sharing, one_shot.shares * processors / sharing,
+                     one_shot.twice * processors / sharing};
   blocks = std::min(kMaxStrands, each * processors / sharing);
   if (config.max_blocks > 0) blocks = std::min(blocks, config.max_blocks);
   if (blocks < 1)

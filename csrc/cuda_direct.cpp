@@ -27,7 +27,14 @@ u64 longest_share(const Call& call, int n) {
   return std::max(call.in.longest(n), call.out.longest(n)) * size_of(call.dtype);
 }
 
-// What direct_one_shot sends from each rank to each, as its schedule says.
+// Of an array of so many bytes, what rank q combines.
+Parcels share_of(u64 whole, int q, int n) {
+  const u64 each = rounded((whole + n - 1) / n, 128), begin = std::min(whole, q * each);
+  return {begin, std::min(each, whole - begin), 0};
+}
+
+// What direct_one_shot sends from each rank to each, as its schedule says; or direct_two_shot, if
+// `twice`.
 void share_out(const Call& call, int rank, int n, OneShotCall& c) {
   const u64 e = size_of(call.dtype), whole = call.count * e;
   const bool at_root = rank == call.root;
@@ -39,7 +46,7 @@ void share_out(const Call& call, int rank, int n, OneShotCall& c) {
     Parcels &send = c.send[q], &receive = c.receive[q];
     switch (call.collective) {
       case Collective::all_reduce:
-        send = receive = {0, whole, 0};
+        send = receive = c.twice ? share_of(whole, q, n) : Parcels{0, whole, 0};
         break;
       case Collective::reduce:
         if (to_root) send = {0, whole, 0};
@@ -79,7 +86,7 @@ void share_out(const Call& call, int rank, int n, OneShotCall& c) {
     count(c.send[q]);
     count(c.receive[q]);
   }
-  c.alike = true;
+  c.alike = !c.twice;
   for (int q = 0; q < n; ++q)
     c.alike = c.alike && c.send[q].begin == c.send[0].begin && c.send[q].bytes == c.send[0].bytes &&
               c.send[q].parcels == c.parcels && c.receive[q].parcels == c.parcels;
@@ -122,11 +129,11 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   const int n = config.nranks;
   const u64 e = size_of(call.dtype);
   if (n == 1) return path;
+  // complex128 goes in two units, whose sums are apart and whose products are not.
+  const bool fits_units = !reduces(call.collective) || call.dtype != Dtype::complex128 ||
+                          (call.op != Op::prod && options.factor[1] == 0);
   const auto one_shot = [&] {
     const u64 bytes = longest_share(call, n);
-    // complex128 goes in two units, whose sums are apart and whose products are not.
-    const bool fits_units = !reduces(call.collective) || call.dtype != Dtype::complex128 ||
-                            (call.op != Op::prod && options.factor[1] == 0);
     const bool fits_lines = bytes <= u64{world.geometry.lines_each} * kLineUnits * 8;
     const bool fits_packets = bytes <= u64{world.geometry.packet_units} * 8;
     if (bytes != 0 && fits_units && whole_lines && fits_lines && (options.lines || !fits_packets))
@@ -153,6 +160,12 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
                                                                      : call.out.total(n)) *
                     e;
   if (whole == 0) return path;
+  const u64 lines = share_of(whole, 0, n).bytes / (kLineUnits * 8) + 1;
+  if (call.collective == Collective::all_reduce && options.lines && whole_lines && fits_units &&
+      2 * lines <= world.geometry.lines_each) {
+    path.kind = DirectPath::Kind::lines_twice;
+    return path;
+  }
   path.kind = DirectPath::Kind::two_shot;
   if (gathers && options.pull) path.input = segment_of(call.input, whole);
   if (spreads) path.output = segment_of(call.output, whole);
@@ -169,18 +182,21 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   c.head = head;
   c.arithmetic = arithmetic;
   c.reduces = reduces(call.collective);
-  c.lines = path.kind == DirectPath::Kind::lines;
+  c.lines = path.kind != DirectPath::Kind::packets;
+  c.twice = path.kind == DirectPath::Kind::lines_twice;
   share_out(call, config.rank, config.nranks, c);
   const u64 hands = u64{c.parcels} * (c.lines ? kLineThreads : 1);
-  const bool whole = c.reduces && c.alike;
+  const bool whole = c.reduces && c.alike && !c.twice;
   const int largest = whole ? kWholeThreads : kThreads;
   c.threads = options.threads > 0 ? std::min(options.threads, largest) : kThreads;
   int limit = config.max_blocks;
   if (options.blocks > 0) limit = limit > 0 ? std::min(limit, options.blocks) : options.blocks;
   // (Each thread waits for its own packets or lines only, so ranks may differ in this.)
   if (limit > 0 && hands > static_cast<u64>(limit) * c.threads) c.threads = largest;
-  const u64 resident = u64(whole ? one_shot_blocks.whole : one_shot_blocks.shares) *
-                       static_cast<u64>(largest) / c.threads;
+  const int at_once = c.twice ? one_shot_blocks.twice
+                      : whole ? one_shot_blocks.whole
+                              : one_shot_blocks.shares;
+  const u64 resident = u64(at_once) * static_cast<u64>(largest) / c.threads;
   u64 most = std::min<u64>(kOneShotThreads / c.threads, resident);
   if (limit > 0) most = std::min(most, static_cast<u64>(limit));
   made->grid = static_cast<int>(std::min<u64>(most, (hands + c.threads - 1) / c.threads));
@@ -209,12 +225,11 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
   }
   u64 longest = 0;
   if (call.collective == Collective::all_reduce) {
-    const u64 whole = call.count * e, each = rounded((whole + n - 1) / n, 128);
     for (int q = 0; q < n; ++q) {
-      const u64 begin = std::min(whole, q * each);
-      c.share[q] = {begin, std::min(each, whole - begin)};
+      const Parcels share = share_of(call.count * e, q, n);
+      c.share[q] = {share.begin, share.bytes};
     }
-    longest = each;
+    longest = rounded(c.share[0].bytes, 128);
   } else {
     const Blocks& blocks_of = c.output_is_share ? call.in : call.out;
     for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};

@@ -51,7 +51,7 @@ struct Segment {
 
 // Which kernel made by hand does a call, if any, and which symmetric buffers it uses.
 struct DirectPath {
-  enum class Kind { none, packets, lines, two_shot, exchange };
+  enum class Kind { none, packets, lines, lines_twice, two_shot, exchange };
   Kind kind = Kind::none;
   Gather gather = Gather::none;
   Spread spread = Spread::none;

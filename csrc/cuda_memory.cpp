@@ -52,10 +52,10 @@ Geometry make_geometry(int nranks, int strands, Home home) {
                    : nranks <= 4 ? 32 << 10
                    : nranks <= 8 ? 16 << 10
                                  : 8 << 10;
-  // One-shot kernels send everything to everybody: what is worth it (tuning/device.py), and a rest
-  // for those who want to measure.
+  // What is worth it (tuning/device.py), and a rest for those who want to measure. From three ranks
+  // on, lines for an all_reduce of 8 MiB in two steps.
   const u32 packets = nranks <= 2 ? 512 << 10 : 256 << 10;
-  const u32 lines = nranks <= 2 ? 4 << 20 : nranks <= 4 ? 1 << 20 : 512 << 10;
+  const u32 lines = nranks <= 4 ? 4 << 20 : nranks <= 8 ? 2 << 20 : 1 << 20;
   const auto aligned = [](u64 bytes) { return (bytes + 4095) / 4096 * 4096; };
   Geometry g;
   g.strands = strands;

@@ -51,7 +51,8 @@ struct DeviceOptions {
   int threads = 0;          // of a block of direct_one_shot; 0: as many as it may have
   std::uint64_t chunk = 0;  // of direct_two_shot: bytes of a message; 0: as much as a slot takes
   bool small = false;       // all_to_all by the kernel of direct_one_shot
-  bool lines = false;       // direct_one_shot in lines of 128 bytes, where links keep them whole
+  bool lines = false;       // in lines of 128 bytes, where links keep them whole: direct_one_shot,
+                            // and direct_two_shot's all_reduce
   bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
   bool bulk = false;        // and then through shared memory, by bulk copies, where GPUs make them
 };

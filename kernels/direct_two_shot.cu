@@ -189,19 +189,9 @@ __global__ void __launch_bounds__(kCrewThreads, 1)
 using Kernel = void (*)(TwoShotCall);
 
 Kernel kernel_of(const TwoShotCall& call) {
-  if (call.arithmetic.reducer.op == static_cast<u32>(Combine::sum)) {
-    switch (static_cast<Format>(call.arithmetic.reducer.format)) {
-      case Format::float32:
-        return two_shot_kernel<Float32Sum>;
-      case Format::bfloat16:
-        return two_shot_kernel<Bfloat16Sum>;
-      case Format::float16:
-        return two_shot_kernel<Float16Sum>;
-      default:
-        break;
-    }
-  }
-  return two_shot_kernel<void>;
+  return with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
+    return two_shot_kernel<typename decltype(sum)::Type>;
+  });
 }
 
 }  // namespace

@@ -280,6 +280,28 @@ using Float32Sum = Accumulator<Float32Format, SumOp>;
 using Bfloat16Sum = Accumulator<Bfloat16Format, SumOp>;
 using Float16Sum = Accumulator<Float16Format, SumOp>;
 
+template <class T>
+struct Named {
+  using Type = T;
+};
+// Calls f with the name of that one of them which a reducer asks for, or of void.
+template <class Function>
+auto with_fast_sum(const Reducer& reducer, Function f) {
+  if (reducer.op == static_cast<u32>(Combine::sum)) {
+    switch (static_cast<Format>(reducer.format)) {
+      case Format::float32:
+        return f(Named<Float32Sum>{});
+      case Format::bfloat16:
+        return f(Named<Bfloat16Sum>{});
+      case Format::float16:
+        return f(Named<Float16Sum>{});
+      default:
+        break;
+    }
+  }
+  return f(Named<void>{});
+}
+
 // Calls f with the Accumulator of a reducer. (An operation that a format lacks is refused before a
 // kernel starts.)
 template <class F, class Function>

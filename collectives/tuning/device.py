@@ -10,6 +10,10 @@ from typing import NamedTuple
 # two and on four H200; for more ranks, the bytes that cross each link are kept alike.
 _PACKETS = {2: 128 << 10, 4: 64 << 10, 8: 32 << 10}
 _LINES = {2: 4 << 20, 4: 1 << 20, 8: 128 << 10}
+# all_reduce with three and more ranks: in one step up to _ONE_STEP (each rank sends all it has to
+# everybody), then in two steps, in lines up to _TWO_STEPS_IN_LINES.
+_ONE_STEP = {2: 4 << 20, 4: 384 << 10, 8: 128 << 10}
+_TWO_STEPS_IN_LINES = {2: 0, 16: 8 << 20}
 # Threads of its blocks: one block for the smallest, as long as it has room, saves the blocks'
 # meeting at the end; else small blocks, on more multiprocessors.
 _ONE_BLOCK, _IN_ONE_BLOCK = 512, 4 << 10
@@ -39,7 +43,7 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
     if collective == "barrier":
         return ""
     if collective == "all_reduce":
-        return "direct_one_shot" if nbytes <= _of(_LINES, nranks) else "direct_two_shot"
+        return "direct_one_shot" if nbytes <= _of(_ONE_STEP, nranks) else "direct_two_shot"
     if collective in ("reduce_scatter", "all_gather"):
         small = nbytes <= nranks * _of(_LINES, nranks)
         return "direct_one_shot" if small else "direct_two_shot"
@@ -57,7 +61,8 @@ class Launch(NamedTuple):
     threads  of a block of direct_one_shot; 0: 512
     chunk    bytes of a message of direct_two_shot; 0: as much as a slot takes
     small    all_to_all by the kernel of direct_one_shot, if all blocks are equal
-    lines    direct_one_shot in lines of 128 bytes, not in packets of 16
+    lines    in lines of 128 bytes: direct_one_shot, else in packets of 16, and direct_two_shot's
+             all_reduce
     pull     direct_two_shot on symmetric buffers reads the peers' contributions
     bulk     and does so by bulk copies through shared memory, where the GPU makes them
     """
@@ -95,6 +100,8 @@ def device_launch(
         return _PLAIN
     if collective == "all_to_all":
         return _one_shot(each, nranks) if each <= _of(_LINES, nranks) else _PLAIN
+    if collective == "all_reduce" and nbytes <= _of(_TWO_STEPS_IN_LINES, nranks) and not beside:
+        return Launch(threads=_THREADS, lines=True)
     few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
     blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
     bulk = min(blocks or most, most) <= _BULK_BLOCKS

@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
-        "packets with a flag beside one half only", "direct_one_shot.cu",
+        "packets with a flag beside one half only", "parcels.cuh",
         "return p.low_flag == flags.first && p.high_flag == flags.second;",
         "return p.high_flag == flags.second;",
         "test_one_shot and packets-3",
@@ -39,15 +39,20 @@ MUTANTS = (
         "test_hurried and one_shot",
     ),
     Mutant(
-        "lines that do not look at the flag", "direct_one_shot.cu",
+        "lines that do not look at the flag", "parcels.cuh",
         "return __all_sync(kTogether, seen == flag_of(flags)) != 0;",
         "return __all_sync(kTogether, seen == flag_of(flags) || true) != 0;",
         "test_one_shot and lines-3",
     ),
     Mutant(
-        "no packet between ranks that have nothing for each other", "direct_one_shot.cu",
-        "if (q != rank) {", "if (q != rank && call.receive[q].bytes != 0) {",
+        "results that do not wait for the last rank", "parcels.cuh",
+        "if (q != rank && !carrier.open(", "if (q != rank && q + 1 != n && !carrier.open(",
         "test_results_wait_for_all or test_hurried_blocks",
+    ),
+    Mutant(
+        "results looked for where contributions are", "two_shot_lines.cu",
+        "const u64 wanted = call_.parcels + min(", "const u64 wanted = min(",
+        "test_two_shot and lines-any-3",
     ),
     Mutant(
         "messages taken before they have come", "fifo.cuh",

@@ -29,6 +29,8 @@ TWO_SHOT = {
     "few": Launch(pull=True, blocks=1),
     "bulk": Launch(pull=True, bulk=True),
     "few in bulk": Launch(pull=True, blocks=1, bulk=True),
+    "lines": Launch(lines=True),
+    "lines of few": Launch(lines=True, blocks=1),
 }
 COUNTS = (1, 3, 14, 15, 16, 17, 30, 31, 257, 1000, 4099, 20011)
 
@@ -297,13 +299,17 @@ def test_pairs_that_disagree() -> None:
     assert all(words), words
 
 
-@pytest.mark.parametrize("how", ["lines", "pull", "push"])
-def test_bits_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [("one_shot", "lines"), ("two_shot", "pull"), ("two_shot", "push"), ("two_shot", "lines")],
+)
+def test_bits_are_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, how: str
+) -> None:
     """Any bit patterns and any numbers give the bits that the host gives: they combine in rank
     order and round once."""
     n, count = 5, 3001
-    launch = (ONE_SHOT | TWO_SHOT)[how]
-    algorithm = "direct_one_shot" if how == "lines" else "direct_two_shot"
+    launch = (ONE_SHOT if algorithm == "one_shot" else TWO_SHOT)[how]
     monkeypatch.setattr(engines, "device_launch", lambda *_: launch)
 
     def body(comm: OnDevice) -> list[str]:
@@ -315,7 +321,7 @@ def test_bits_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch, how: str) -
             if op == "premul_sum":
                 more["factor"] = 0.5
             host = comm.comm.all_reduce(x.copy(), algorithm="direct_one_shot", **more)
-            got = comm.all_reduce(x.copy(), algorithm=algorithm, **more)
+            got = comm.all_reduce(x.copy(), algorithm=f"direct_{algorithm}", **more)
             words = difference(got, host)
             if words:
                 wrong.append(f"{dtype} {op}: {words}")
@@ -330,6 +336,7 @@ HURRIED = {
     "one_shot-packets": ("direct_one_shot", Launch(), False),
     "one_shot-lines": ("direct_one_shot", Launch(lines=True), False),
     "two_shot": ("direct_two_shot", Launch(blocks=1), False),
+    "two_shot-lines": ("direct_two_shot", Launch(lines=True), False),
     "symmetric-pull": ("direct_two_shot", Launch(pull=True), True),
     "symmetric-push": ("direct_two_shot", Launch(), True),
 }
@@ -411,8 +418,11 @@ def test_paths_take_turns() -> None:
     assert run_on(n, PLACE, body, timeout=20) == [1] * n
 
 
-def test_symmetric_buffers() -> None:
-    """They are made, dropped and made again; parts of them work; all ranks must pass the same."""
+def test_symmetric_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made, dropped and made again; parts of them work; where ranks reach into each
+    other's, all must pass the same.
+    """
+    monkeypatch.setattr(engines, "device_launch", lambda *_: TWO_SHOT["pull"])
 
     def body(comm: OnDevice) -> str:
         c, device = comm.comm, f"cuda:{comm.device}"
