@@ -243,6 +243,7 @@ struct TwoShotCall {
   Arithmetic arithmetic;
   Gather gather;
   Spread spread;
+  int root;  // of broadcast (which has no gather) and of reduce; else -1
   bool input_is_share, output_is_share;  // all_gather; reduce_scatter
   const unsigned char* input;
   unsigned char* output;
@@ -289,6 +290,7 @@ int launch_plan(const PlanCall& call, int blocks, void* stream);
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
 int launch_two_shot_lines(const OneShotCall& call, int blocks, void* stream);  // of `twice`
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);
+int launch_rooted(const TwoShotCall& call, int blocks, void* stream);  // with a root
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 int launch_transfer(const TransferCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
@@ -303,6 +305,7 @@ struct OneShotResidency {
 int one_shot_residency(OneShotResidency* blocks);  // but `twice`
 int two_shot_lines_residency(int* blocks);
 int two_shot_residency(int* blocks);
+int rooted_residency(int* blocks);
 // For kernels that make bulk copies, on this GPU: those before Hopper cannot.
 int allow_bulk();
 // Has the call a kernel for its arithmetic alone?

@@ -241,7 +241,7 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
   if (auto* one_shot = std::get_if<OneShotCall>(&made.call))
     launch(*one_shot, one_shot->twice ? launch_two_shot_lines : launch_one_shot);
   else if (auto* two_shot = std::get_if<TwoShotCall>(&made.call))
-    launch(*two_shot, launch_two_shot);
+    launch(*two_shot, two_shot->root < 0 ? launch_two_shot : launch_rooted);
   else if (auto* exchange = std::get_if<ExchangeCall>(&made.call))
     launch(*exchange, launch_exchange);
   else

@@ -92,9 +92,10 @@ void share_out(const Call& call, int rank, int n, OneShotCall& c) {
               c.send[q].parcels == c.parcels && c.receive[q].parcels == c.parcels;
 }
 
+bool has_root(Collective c) { return c == Collective::broadcast || c == Collective::reduce; }
 bool is_two_shot(Collective c) {
   return c == Collective::all_reduce || c == Collective::reduce_scatter ||
-         c == Collective::all_gather;
+         c == Collective::all_gather || has_root(c);
 }
 
 const unsigned char* input_of(const Call& call) {
@@ -155,11 +156,17 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   if (options.algorithm != "direct_two_shot" || !is_two_shot(call.collective)) return path;
   const bool gathers = call.collective != Collective::all_gather;
   const bool spreads = call.collective != Collective::reduce_scatter;
-  const u64 whole = (call.collective == Collective::all_reduce       ? call.count
-                     : call.collective == Collective::reduce_scatter ? call.in.total(n)
-                                                                     : call.out.total(n)) *
+  const u64 whole = (call.collective == Collective::reduce_scatter ? call.in.total(n)
+                     : call.collective == Collective::all_gather   ? call.out.total(n)
+                                                                   : call.count) *
                     e;
   if (whole == 0) return path;
+  if (has_root(call.collective)) {
+    path.kind = DirectPath::Kind::two_shot;
+    path.gather = call.collective == Collective::reduce ? Gather::push : Gather::none;
+    path.spread = Spread::push;
+    return path;
+  }
   const u64 lines = share_of(whole, 0, n).bytes / (kLineUnits * 8) + 1;
   if (call.collective == Collective::all_reduce && options.lines && whole_lines && fits_units &&
       2 * lines <= world.geometry.lines_each) {
@@ -216,6 +223,7 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
   c.arithmetic = arithmetic;
   c.gather = path.gather;
   c.spread = path.spread;
+  c.root = has_root(call.collective) ? call.root : -1;
   c.input_is_share = call.collective == Collective::all_gather;
   c.output_is_share = call.collective == Collective::reduce_scatter;
   for (int q = 0; q < n; ++q) {
@@ -230,6 +238,15 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
       c.share[q] = {share.begin, share.bytes};
     }
     longest = rounded(c.share[0].bytes, 128);
+  } else if (c.root >= 0) {
+    // Of two ranks, the one that gets all.
+    const bool at_root = n == 2 && c.gather != Gather::none;
+    for (int q = 0, number = 0; q < n; ++q) {
+      if ((q == c.root) != at_root) continue;
+      const Parcels share = share_of(call.count * e, number++, n - 1);
+      c.share[q] = {share.begin, share.bytes};
+      longest = std::max(longest, share.bytes);
+    }
   } else {
     const Blocks& blocks_of = c.output_is_share ? call.in : call.out;
     for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};

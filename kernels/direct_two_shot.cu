@@ -7,8 +7,7 @@
 //   spread    into all peers' FIFOs, from where they copy it; or right into their arrays
 //   (symmetric)
 //
-// reduce_scatter has no spread, all_gather no gather. A share is cut over the blocks, and what a
-// block has over chunks of a FIFO's slot; they are pushed ahead of what is combined:
+// reduce_scatter has no spread, all_gather no gather. Chunks are pushed ahead of what is combined:
 //
 //   push 0, push 1, agree, { combine j, push j + 2, collect j - 1 } ..., collect the last
 //
@@ -22,10 +21,8 @@
 // copied twice on the link. Through FIFOs each byte is also written to and read from own memory.
 // Few blocks do what needs no FIFO by bulk copies (bulk.cuh).
 #include "bulk.cuh"
-#include "cuda_call.hpp"
-#include "fifo.cuh"
-#include "jobs.cuh"
 #include "launch.cuh"
+#include "shares.cuh"
 
 namespace collectives::device {
 namespace {
@@ -36,20 +33,14 @@ struct Shared {
   BulkLandings landings;
 };
 
-// Made for each of the accumulators whose speed counts, and once for any other (void).
 template <class A>
-class TwoShot : public FifoEnds {
+class TwoShot : public Sharing<A> {
  public:
   __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
-      : FifoEnds(call.world, epoch, shared.crew),
-        call_(call),
+      : Sharing<A>(call, epoch, shared.crew),
         shared_(shared),
         pushes_(call.gather == Gather::push),
-        spreads_(call.spread == Spread::push),
-        reduce_(nullptr) {
-    if constexpr (__is_same(A, void))
-      if (call.gather != Gather::none) reduce_ = reduce_job_of(call.arithmetic.reducer);
-  }
+        spreads_(call.spread == Spread::push) {}
 
   __device__ bool run() {
     const auto head = [&](int) { return call_.head; };
@@ -70,17 +61,12 @@ class TwoShot : public FifoEnds {
   }
 
  private:
-  // Chunk c of what this block has of a rank's share.
-  struct Span {
-    u64 begin, bytes;
-  };
-  __device__ Span span(int owner, u32 c) const {
-    const u64 all = call_.share[owner].bytes;
-    const u64 from = min(all, u64(block_) * call_.block_bytes);
-    const u64 to = min(all, from + call_.block_bytes);
-    const u64 begin = min(to, from + u64(c) * call_.chunk_bytes);
-    return {begin, min(to - begin, call_.chunk_bytes)};
-  }
+  using Ends = Sharing<A>;
+  using Ends::agree, Ends::announce_all, Ends::begin_job, Ends::call_, Ends::received_, Ends::role_,
+      Ends::sent_, Ends::slot_here, Ends::slot_there, Ends::span, Ends::tell, Ends::wait,
+      Ends::works, Ends::world_;
+  using typename Ends::Span;
+
   // Where a share begins in the inputs and outputs of all ranks.
   __device__ u64 input_at(int owner) const {
     return call_.input_is_share ? 0 : call_.share[owner].begin;
@@ -109,19 +95,12 @@ class TwoShot : public FifoEnds {
     return !(spreads_ || pushes_) || tell(spreads_, pushes_);
   }
   __device__ void work(const Job& job) {
-    if (job.bytes != 0 && job.ndst != 0) {
-      if (call_.gather == Gather::none) {
-        if (call_.bulk)
-          bulk_job<void>(job, call_.arithmetic, shared_.landings);
-        else
-          copy_job(job);
-      } else if (call_.bulk) {
-        if constexpr (!__is_same(A, void)) bulk_job<A>(job, call_.arithmetic, shared_.landings);
-      } else if constexpr (__is_same(A, void)) {
-        reduce_(job, call_.arithmetic);
-      } else {
-        reduce<A>(job, call_.arithmetic);
-      }
+    if (!call_.bulk) return Ends::work(job);
+    if (job.bytes == 0 || job.ndst == 0) return;
+    if (call_.gather == Gather::none) {
+      bulk_job<void>(job, call_.arithmetic, shared_.landings);
+    } else if constexpr (!__is_same(A, void)) {
+      bulk_job<A>(job, call_.arithmetic, shared_.landings);
     }
   }
   __device__ void prepare(u32 c) {
@@ -131,10 +110,7 @@ class TwoShot : public FifoEnds {
     const u32 taken = spreads_ && c > 0 ? 2 * c - 1 : c;
     const u32 given = pushes_ ? min(c + 2, call_.chunks) + c : c;
     Job& job = shared_.combine[c & 1];
-    job.nsrc = job.ndst = 0;
-    job.bytes = s.bytes;
-    job.divisor = call_.arithmetic.divisor;
-    job.scaled = call_.arithmetic.scaled ? (1u << world_.nranks) - 1 : 0;
+    begin_job(job, s.bytes);
     const unsigned char* const own = call_.input + input_at(rank) + s.begin;
     for (int q = 0; q < world_.nranks; ++q) {
       if (q == rank) {
@@ -169,10 +145,8 @@ class TwoShot : public FifoEnds {
   // All ranks are done with each other's arrays. (There is room for a message.)
   __device__ bool part() { return tell(true, false) && wait(false, true) && tell(false, true); }
 
-  const TwoShotCall& call_;
   Shared& shared_;
   bool pushes_, spreads_;  // through FIFOs
-  ReduceJob reduce_;
 };
 
 template <class A>

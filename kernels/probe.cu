@@ -29,8 +29,8 @@ int load_kernels(int* strands, OneShotResidency* one_shot) {
   if (error == cudaSuccess) error = one_shot_residency(one_shot);
   if (error == cudaSuccess) error = two_shot_lines_residency(&one_shot->twice);
   *strands = one_shot->shares;
-  for (const auto residency :
-       {plan_residency, two_shot_residency, exchange_residency, transfer_residency}) {
+  for (const auto residency : {plan_residency, two_shot_residency, rooted_residency,
+                               exchange_residency, transfer_residency}) {
     int own = 0;
     if (error == cudaSuccess) error = residency(&own);
     *strands = min(*strands, own);

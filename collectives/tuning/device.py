@@ -30,8 +30,8 @@ _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 32, 8 << 20
 # Blocks of direct_two_shot beside a stream that computes: blocks that wait for a peer hold their
 # multiprocessors, and a kernel of cuBLAS finds no room beside one.
 _BLOCKS_BESIDE = 32
-# One message to each peer from the root, until the root's link is full for longer than a ring of
-# all ranks needs to fill; with two ranks a ring sends no less.
+# One message to each peer from the root, until the root's link is full for longer than a second
+# step takes; with two ranks that sends no less.
 _ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
 # Where a pair of ranks exchanges one block, not the whole array.
 _BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
@@ -50,7 +50,7 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
     if collective == "all_to_all":
         return "direct_two_shot"
     if collective in ("broadcast", "reduce") and nbytes > _of(_ROOT_SENDS_ALL, nranks):
-        return "ring"
+        return "direct_two_shot"
     return "direct_one_shot"
 
 

@@ -221,7 +221,15 @@ def two_shot_cases(n: int) -> list[Case]:
                 Case("all_gather", "direct_two_shot", dtype, count=count, seed=i,
                      place=("in", "out")[i // 3 % 2], v=i % 5 == 0)
             )  # fmt: skip
-    for collective in ("all_reduce", "reduce_scatter", "all_gather"):
+        place = ("in", "out")[i // 4 % 2]
+        found.append(
+            Case("reduce", "direct_two_shot", dtype, op, count, root=i % n, place=place, seed=i)
+        )
+        if i % 4 == 1:
+            found.append(
+                Case("broadcast", "direct_two_shot", dtype, count=count, root=i % n, seed=i)
+            )  # fmt: skip
+    for collective in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"):
         found.append(Case(collective, "direct_two_shot", count=300_001, place="out", seed=7))
         found.append(Case(collective, "direct_two_shot", count=200_000, place="in", seed=8))
     return found

@@ -23,6 +23,7 @@ from collectives.tuning.device import Launch
 pytestmark = MARK
 
 ALL = list(range(GPUS))
+_MIB = 1 << 20
 HOW = {"push": Launch(chunk=4096), "pull": Launch(pull=True), "few": Launch(pull=True, blocks=1)}
 
 
@@ -30,9 +31,6 @@ HOW = {"push": Launch(chunk=4096), "pull": Launch(pull=True), "few": Launch(pull
 def peers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls would go in lines, which need nothing mapped."""
     monkeypatch.setattr(engines, "device_launch", lambda *_: HOW["pull"])
-
-
-_MIB = 1 << 20
 
 
 def array_at(pointer: int, nbytes: int, offset: int, count: int, device: int) -> Any:

@@ -1,0 +1,58 @@
+// What the kernels of direct_two_shot have in common: an array divided into shares, one for each of
+// the ranks that combine or hand on; a share is cut over the blocks, and what a block has over
+// chunks of a FIFO's slot.
+#pragma once
+
+#include "cuda_call.hpp"
+#include "fifo.cuh"
+#include "jobs.cuh"
+
+namespace collectives::device {
+
+// Made for each of the accumulators whose speed counts, and once for any other (void).
+template <class A>
+class Sharing : public FifoEnds {
+ protected:
+  __device__ Sharing(const TwoShotCall& call, u64 epoch, Crew& crew)
+      : FifoEnds(call.world, epoch, crew), call_(call) {
+    if constexpr (__is_same(A, void))
+      if (call.gather != Gather::none) reduce_ = reduce_job_of(call.arithmetic.reducer);
+  }
+
+  // Chunk c of what this block has of a rank's share.
+  struct Span {
+    u64 begin, bytes;
+  };
+  __device__ Span span(int owner, u32 c) const {
+    const u64 all = call_.share[owner].bytes;
+    const u64 from = min(all, u64(block_) * call_.block_bytes);
+    const u64 to = min(all, from + call_.block_bytes);
+    const u64 begin = min(to, from + u64(c) * call_.chunk_bytes);
+    return {begin, min(to - begin, call_.chunk_bytes)};
+  }
+
+  // A job without sources and destinations yet.
+  __device__ void begin_job(Job& job, u64 bytes) const {
+    job.nsrc = job.ndst = 0;
+    job.bytes = bytes;
+    job.divisor = call_.arithmetic.divisor;
+    job.scaled = call_.arithmetic.scaled ? (1u << world_.nranks) - 1 : 0;
+  }
+  __device__ void work(const Job& job) const {
+    if (job.bytes == 0 || job.ndst == 0) return;
+    if (call_.gather == Gather::none) {
+      copy_job(job);
+    } else if constexpr (__is_same(A, void)) {
+      reduce_(job, call_.arithmetic);
+    } else {
+      reduce<A>(job, call_.arithmetic);
+    }
+  }
+
+  const TwoShotCall& call_;
+
+ private:
+  ReduceJob reduce_ = nullptr;
+};
+
+}  // namespace collectives::device
