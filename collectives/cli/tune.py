@@ -9,7 +9,8 @@ Predicted times stand beside the measured ones. An algorithm that is ten times s
 fastest is left out at larger sizes.
 
 With --device cuda the arrays are ordinary ones on GPUs and the calls in CUDA graphs. The table
-names the GPUs, and is asked for arrays on such GPUs alone. Symmetric buffers go by the same choices.
+names the GPUs, and is asked for arrays on such GPUs alone. Symmetric buffers go by the same
+choices.
 """
 
 from __future__ import annotations

@@ -211,13 +211,13 @@ class Tuner:
         if self._from_measured(collective) is not None:
             assert self.measured is not None
             return f"the fastest as measured on these ranks ({self.measured.origin})"
-        return self.why_built_in()
+        return self.why_built_in(collective, nbytes)
 
     def way(self, algorithm: str, collective: str, nbytes: int) -> str:
         """How an algorithm goes about a call, by name, where it has several ways; "" on hosts."""
         return ""
 
-    def why_built_in(self) -> str:
+    def why_built_in(self, collective: str, nbytes: int) -> str:
         """Why `built_in` answers as it does, in words."""
         if self.one_region:
             return "all ranks share memory, so one hop reaches everybody"

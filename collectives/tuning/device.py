@@ -208,12 +208,20 @@ class DeviceTuner(Tuner):
         """What is chosen where nothing was measured."""
         return list(device_choices(collective, self.nranks))
 
-    def why_built_in(self) -> str:
-        """Why, in words."""
-        return (
-            "what the limits for so many GPUs say (collectives/tuning/device.py), which were "
-            "measured on H200"
-        )
+    def why_built_in(self, collective: str, nbytes: int) -> str:
+        """Why `built_in` answers as it does, in words."""
+        algorithm = next(c.algorithm for c in self.built_in(collective) if nbytes <= c.limit)
+        if self.way(algorithm, collective, nbytes) in ("packets", "lines"):
+            words = "so small that one message to each peer, without a hand-shake, is the fastest"
+        elif collective == "all_to_all":
+            words = "all that is sent to a peer is for that peer alone, so one step is the fastest"
+        elif algorithm == "direct_two_shot":
+            words = "so large that a second step costs less than sending all to everybody"
+        elif algorithm == "ring":
+            words = "so large that the root's own link would be the limit if it sent to each peer"
+        else:
+            words = "there is no other with one step"
+        return f"{words} (measured on two and four H200)"
 
 
 def _of(limits: dict[int, int], nranks: int) -> int:
