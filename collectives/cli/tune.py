@@ -92,7 +92,17 @@ def run(args: argparse.Namespace) -> int:
         if "barrier" in names and args.collective != "all":
             raise ConfigError("a barrier has no sizes, and needs no algorithm; leave it out")
         _sizes(args)
+        _check_nodes(args.device, args.nodes or 1)
     return _ranks.with_ranks(args, "tune", lambda comm: _tune(comm, args))
+
+
+def _check_nodes(device: str, nodes: int) -> None:
+    """Raises ConfigError for GPUs of several nodes, which no table is of."""
+    if device != "cpu" and nodes > 1:
+        raise ConfigError(
+            "arrays on GPUs of several nodes go by way of the hosts, by the table of host arrays; "
+            "leave --device out"
+        )
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
@@ -110,11 +120,7 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
     with _ranks.on_every_rank():
         if comm.size == 1:
             raise ConfigError("one rank moves nothing: start more with --ranks N, or with mpirun")
-        if args.device != "cpu" and len(set(comm.nodes)) > 1:
-            raise ConfigError(
-                "arrays on GPUs of several nodes go by way of the hosts, by the table of host "
-                "arrays; leave --device out"
-            )
+        _check_nodes(args.device, len(set(comm.nodes)))
     path = tables.path_for(comm._hardware, args.output or Settings().table)
     if not args.dry_run:
         _check_file(comm, path)
@@ -189,6 +195,9 @@ def measure(
         names = backend.tuner.candidates(case.collective)
         refused = bench.refused(case, names, counts[case.collective][-1], in_place)
         names = [name for name in names if name not in refused]
+        if comm.rank == 0:
+            for name, why in refused.items():
+                print(f"# note: {case.collective} without {name}: {why}")
         for elements in counts[case.collective]:
             bounds = [bench.bound(case, name, elements, in_place) for name in names]
             for name, bound in zip(names, bounds, strict=True):
