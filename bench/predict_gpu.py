@@ -202,7 +202,7 @@ def written(
     header = {
         "ranks": ranks,
         "date": machine.now(),
-        "commit": machine.commit(),
+        "commit": machine.checked_out(),
         "fitted_to": [path.name for path in fitted],
         "figures": {kind: found.as_json() for kind, found in figures.items()},
         "note": NOTE,
