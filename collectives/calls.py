@@ -5,24 +5,26 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
 from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
 from .device_sum import ORDERS, make_device_sum
+from .device_table import tuner_of
 from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .staging import StagedEngine
 from .tuning import ANY_SIZE, Tuner, known_algorithm
-from .tuning.device import device_algorithm
+from .tuning.device import DeviceTuner
 from .work import InFlight, QueuedWork
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
     from .bootstrap import Bootstrap
     from .group import Group
+    from .tuning.tables import Table
 
 
 def integer(value: Any, name: str) -> int:
@@ -71,6 +73,9 @@ class Calls:
     _in_flight: InFlight
     _group: Group | None  # the one that is open
     _tuner: Tuner
+    _gpu_tuner: DeviceTuner  # for arrays on GPUs, where all ranks are on one node
+    _gpu_table: Table | None  # measured on so many GPUs; set-up sees whether on these
+    _choose_on_gpu: Callable[[str, int], str]  # the GPU tuner's choices, kept
     _choices: dict[str, list[tuple[int, int]]]  # collective -> (limit, the core's number)
     _forced: dict[tuple[str, str, int], int]  # algorithm, collective, root -> the core's number
 
@@ -283,6 +288,7 @@ class Calls:
             self._gpu_path,
             self._moved_by_host,
         )
+        self._choose_by(tuner_of(self._device, self._bootstrap, self._tuner.rules, self._gpu_table))
         own = weakref.WeakMethod(self._checked_algorithm)  # else this communicator held itself
 
         def choose(collective: str, nbytes: int) -> str:
@@ -292,13 +298,13 @@ class Calls:
 
         self._device_sum = make_device_sum(self._device, choose)
 
-    def _device_algorithm(self, collective: str, nbytes: int) -> str:
-        """The algorithm that serves a call on device arrays by itself; "" for a barrier."""
-        rule = self._tuner.rule(collective, nbytes)
-        return rule.algorithm if rule else device_algorithm(collective, nbytes, self.size)
+    def _choose_by(self, tuner: DeviceTuner) -> None:
+        """Makes `tuner` what chooses for device arrays."""
+        self._gpu_tuner = tuner
+        self._choose_on_gpu = lru_cache(1024)(tuner.choose)
 
     def _checked_algorithm(self, collective: str, nbytes: int) -> str:
-        algorithm = self._device_algorithm(collective, nbytes)
+        algorithm = self._choose_on_gpu(collective, nbytes)
         self._intern(algorithm, collective)
         return algorithm
 
@@ -324,7 +330,9 @@ class Calls:
             engine.run_staged(self._core, arguments, number, stream)
             return
         if algorithm is None or algorithm == "auto":
-            algorithm = self._device_algorithm(collective, nbytes)
+            algorithm = self._choose_on_gpu(collective, nbytes)
+            if collective == "all_to_all" and arguments[_SOURCE] == arguments[_TARGET]:
+                algorithm = self._in_place(algorithm, nbytes)
         if collective == "all_to_all" and algorithm != "direct_two_shot":
             if nbytes >= ANY_PAIR:
                 raise UnsupportedError(
@@ -342,6 +350,13 @@ class Calls:
                 engine.define(algorithm, collective, root, written._core)
         beside = put_on is not None and put_on.beside
         engine.run(arguments, algorithm, stream, nbytes, beside)
+
+    def _in_place(self, algorithm: str, nbytes: int) -> str:
+        """What serves an all_to_all in place, where `algorithm` was chosen: tables are measured out
+        of place, and one algorithm alone can do both. A rule stays.
+        """
+        forced = self._gpu_tuner.rule("all_to_all", nbytes) is not None
+        return algorithm if forced else "direct_two_shot"
 
     def _check_stream(self, stream: Stream, engine: DeviceEngine, collective: str) -> None:
         if stream.ordinal not in (None, engine.device):

@@ -33,6 +33,7 @@ from .registration import Registration
 from .shrinking import Shrinking
 from .symmetric import SymmetricMemory
 from .tuning import Tuner
+from .tuning.device import DeviceTuner
 from .work import InFlight
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._forced = {}
         self._hardware = connection.hardware
         self._tuner = Tuner(self.nodes, self._one_region, settings.algorithm, connection.table)
+        self._gpu_table = connection.gpu_table
+        self._choose_by(DeviceTuner(self.size, settings.algorithm))
         table = self._table("all_reduce")
         self._fast_sum, self._call, self._submit = self._core.caller(table)
         if device is not None:

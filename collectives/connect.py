@@ -15,6 +15,7 @@ from .config import Settings
 from .errors import BootstrapError, CollectiveError, ConfigError, UnsupportedError
 from .reach import try_sharing
 from .tuning import MPI_DEPTH, MPI_SLOT, host_tuning, region_sizes, tables
+from .tuning.work import GPU
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
@@ -37,6 +38,7 @@ class Connection(NamedTuple):
     transports  what carries data between any of the ranks: equal on all of them
     hardware    what measured times depend on, as all ranks tell it
     table       what was measured on such ranks, None if nothing was
+    gpu_table   the same of arrays on their GPUs, whichever those were
     """
 
     core: Core
@@ -47,6 +49,7 @@ class Connection(NamedTuple):
     transports: str
     hardware: dict[str, str]
     table: Table | None
+    gpu_table: Table | None
 
 
 class _Reach(NamedTuple):
@@ -164,9 +167,22 @@ def connect(
     transports = core.transports
     if mpi is not None:  # a rank that is alone on its node has no use for shared memory itself
         transports = "shm+mpi" if max(reach.sizes) > 1 else "mpi"
-    key = tables.layout_key(transports, nodes)
-    table = tables.parse(layouts[key], layouts["path"]) if key in layouts else None
-    return Connection(core, bootstrap, nodes, tuning, fallback, transports, alike, table)
+
+    def measured(carrier: str) -> Table | None:
+        key = tables.layout_key(carrier, nodes)
+        return tables.parse(layouts[key], layouts["path"]) if key in layouts else None
+
+    return Connection(
+        core,
+        bootstrap,
+        nodes,
+        tuning,
+        fallback,
+        transports,
+        alike,
+        measured(transports),
+        measured(GPU),
+    )
 
 
 def _measured_layouts(settings: Settings, alike: dict[str, str]) -> tuple[dict[str, Any], str]:

@@ -95,7 +95,8 @@ class DeviceEngine:
     path        "auto"; "peer" or "host" forces a way (COLLECTIVES_GPU_PATH)
     by_host     this rank has sent or received what is on its GPU by way of the host
 
-    After that, `moves` is False if a rank has: then another may still be to receive it there. And
+    After that, `bound` is the smallest bound of thread blocks, 0 if there is none. `moves` is False
+    if a rank has sent so: then another may still be to receive it there. And
     `path` is how the ranks reach each other: "peer", in memory of their GPUs, or "host", in pinned
     memory of the host, and `fallback` says why it is the second one, where that was not forced.
     Rank 0 warns of it.
@@ -124,7 +125,7 @@ class DeviceEngine:
             path=path, by_host=by_host,
         )  # fmt: skip
         self.moves = not any(i["by_host"] for i in infos)
-        max_blocks = min((i["bound"] for i in infos if i["bound"]), default=0)
+        max_blocks = self.bound = min((i["bound"] for i in infos if i["bound"]), default=0)
         if len({i["host"] for i in infos}) > 1:
             raise UnsupportedError(
                 "device arrays: the ranks are on several hosts, and the GPU engine works within "

@@ -342,6 +342,7 @@ class Engine:
     ) -> None:
         self.device, self.core, self._bootstrap = device, _Core(), bootstrap
         self.place = f"cuda:{device}"
+        self.path, self.bound = "peer", max_blocks
         self.bounds.append(max_blocks)
 
     def run(self, arguments: Any, algorithm: str, stream: int, *more: Any) -> None:

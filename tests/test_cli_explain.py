@@ -13,7 +13,7 @@ import collectives
 from collectives import _core, run_threads
 from collectives.bench.cases import Case
 from collectives.cli import compare
-from collectives.tuning import Tuner, model
+from collectives.tuning import Tuner, model, work
 from collectives.tuning.explain import explain
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -151,7 +151,7 @@ def test_predictions_follow_the_costs():
     )
     crowded = model.predict("ring", "all_reduce", 1 << 20, nodes, "shm", cores=2)
     assert crowded > seconds
-    near, far = model.shares("hierarchical", "all_reduce", (0, 0, 1, 1))
+    near, far = work.shares("hierarchical", "all_reduce", (0, 0, 1, 1))
     assert near.steps > 0 and far.steps > 0
     assert far.sent == pytest.approx(
         collectives.schedule("hierarchical", "all_reduce", 4, node=(0, 0, 1, 1)).cost()[

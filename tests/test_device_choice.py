@@ -7,7 +7,7 @@ import os
 import pytest
 
 from collectives import staging
-from collectives.tuning.device import Launch, device_algorithm, device_launch
+from collectives.tuning.device import DeviceTuner, Launch, device_launch
 
 KI, MI = 1 << 10, 1 << 20
 
@@ -15,7 +15,8 @@ KI, MI = 1 << 10, 1 << 20
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_small_calls_go_in_one_shot_and_large_ones_in_two(collective: str, nranks: int) -> None:
-    chosen = [device_algorithm(collective, 1 << k, nranks) for k in range(31)]
+    tuner = DeviceTuner(nranks)
+    chosen = [tuner.choose(collective, 1 << k) for k in range(31)]
     assert chosen[0] == "direct_one_shot"
     assert chosen[-1] == "direct_two_shot"
     assert chosen == sorted(chosen)

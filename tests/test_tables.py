@@ -11,7 +11,16 @@ import pytest
 import collectives as cc
 from collectives import cli, run_threads
 from collectives.config import parse_rules
-from collectives.tuning import ANY_SIZE, BY_NODE, Choice, Tuner, host_tuning, model, tables
+from collectives.tuning import (
+    ANY_SIZE,
+    BY_NODE,
+    Choice,
+    Tuner,
+    host_tuning,
+    model,
+    tables,
+    work,
+)
 from collectives.tuning.explain import explain
 from collectives.tuning.model import Measurement
 
@@ -132,12 +141,12 @@ def test_the_fit_finds_figures_for_links_of_both_kinds(nodes, transport):
 
 def test_small_calls_between_nodes_have_figures_of_their_own():
     nodes = (0, 0, 1, 1)
-    kind, work = model.work_of("direct_one_shot", "all_reduce", 1024, nodes, "shm+mpi")
-    assert (kind, work.far_steps, work.far_sent) == ("assembled", 1, 2048)
-    kind, work = model.work_of("direct_one_shot", "all_reduce", 1 << 20, nodes, "shm+mpi")
+    kind, todo = work.work_of("direct_one_shot", "all_reduce", 1024, nodes, "shm+mpi")
+    assert (kind, todo.far_steps, todo.far_sent) == ("assembled", 1, 2048)
+    kind, todo = work.work_of("direct_one_shot", "all_reduce", 1 << 20, nodes, "shm+mpi")
     assert kind == "steps"
-    assert work.slices > 0
-    assert model.work_of("direct_one_shot", "all_reduce", 1024, (0, 0), "shm")[0] == "direct"
+    assert todo.slices > 0
+    assert work.work_of("direct_one_shot", "all_reduce", 1024, (0, 0), "shm")[0] == "direct"
 
 
 def test_what_leaves_a_node_counts_once_for_its_link():

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .dtypes import ITEM_SIZES, dtype_name, numpy_dtype
+from .gpus import GpuFacts, gpu_facts
 from .memory import from_pointer
 from .namespace import device_name, empty, namespace, native
 from .recognising import KINDS, recognise
@@ -86,6 +87,7 @@ def finish(x: Any, buffer: Any) -> Any:
 
 __all__ = [
     "ITEM_SIZES",
+    "GpuFacts",
     "Stream",
     "View",
     "check_overlap",
@@ -94,6 +96,7 @@ __all__ = [
     "empty",
     "finish",
     "from_pointer",
+    "gpu_facts",
     "is_immutable",
     "namespace",
     "native",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..communicator import Communicator
 from ..errors import ConfigError, UnsupportedError
-from ..tuning import model
+from ..tuning import Tuner, model
 from .cases import Areas, Bound, Buffers, as_user, call, prepare
 from .machine import cores
 from .timing import Clock, Runner, core_loop, python_loop
@@ -24,6 +24,8 @@ class Backend(ABC):
     device     "cpu" or "cuda"
     modes      how calls are launched: "host"; "stream", "graph"
     transport  what carries data
+    links      the same, as the cost model and the tables of `tune` call it
+    tuner      what chooses algorithms
     clock      brings the ranks' times together
     loops      who makes the timed calls, for the header of a table
     """
@@ -31,11 +33,14 @@ class Backend(ABC):
     device: str
     modes: tuple[str, ...]
     transport: str
+    links: str
+    tuner: Tuner
     clock: Clock
     loops: str
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self._cores: int | None = None
 
     @abstractmethod
     def areas(self, nbytes: int, symmetric: bool) -> Areas:
@@ -49,13 +54,37 @@ class Backend(ABC):
     def runner(self, bound: Bound, mode: str) -> Runner:
         """A timed loop over our call."""
 
-    @abstractmethod
     def choose(self, collective: str, nbytes: int) -> str:
         """The algorithm that serves a call by itself."""
+        return self.tuner.choose(collective, nbytes)
 
-    @abstractmethod
-    def predict(self, algorithm: str, collective: str, nbytes: int, root: int) -> float | None:
+    def predict(
+        self, algorithm: str, collective: str, nbytes: int, root: int, *, symmetric: bool = False
+    ) -> float | None:
         """Seconds that the cost model expects, None where it knows nothing."""
+        table = self.tuner.measured
+        return model.predict(
+            algorithm,
+            collective,
+            nbytes,
+            self.comm.nodes,
+            self.links_of(symmetric),
+            root=root,
+            cores=self._cores,
+            figures=table.figures if table is not None else None,
+        )
+
+    def links_of(self, symmetric: bool) -> str:
+        """`links`, of ordinary or of symmetric arrays, where the cost model tells them apart."""
+        return self.links
+
+    def gpus(self) -> list[str]:
+        """The names of the ranks' GPUs, none on hosts. Collective."""
+        return []
+
+    def why_no_table(self) -> str:
+        """Why no table of these ranks would be asked, in words; "" if one would. Collective."""
+        return ""
 
     def notes(self) -> dict[str, str]:
         """What the run showed beside its rows, by name."""
@@ -81,9 +110,9 @@ class Host(Backend):
         self.transport = comm.transports
         self.clock = Clock(comm)
         self.loops = "loops in Python" if python else "loops in C++"
+        self.links = comm.transports
+        self.tuner = comm._tuner
         self._cores = cores(comm)
-        table = comm._tuner.measured
-        self._figures = table.figures if table is not None else None
 
     def areas(self, nbytes: int, symmetric: bool) -> Areas:
         return Buffers(self.comm, nbytes, symmetric=symmetric)
@@ -95,21 +124,6 @@ class Host(Backend):
         if self.python:
             return python_loop(self.comm, bound, as_user(self.comm, bound))
         return core_loop(self.comm, prepare(self.comm, bound))
-
-    def choose(self, collective: str, nbytes: int) -> str:
-        return self.comm._tuner.choose(collective, nbytes)
-
-    def predict(self, algorithm: str, collective: str, nbytes: int, root: int) -> float | None:
-        return model.predict(
-            algorithm,
-            collective,
-            nbytes,
-            self.comm.nodes,
-            self.comm.transports,
-            root=root,
-            cores=self._cores,
-            figures=self._figures,
-        )
 
     def facts(self) -> dict[str, dict[str, Any]]:
         return {}

@@ -27,7 +27,9 @@ from .. import _core
 from ..array import view
 from ..bootstrap import host_key
 from ..communicator import Communicator
+from ..device_table import Gpus, gpus_of, why_no_table
 from ..errors import CollectiveError, UnsupportedError
+from ..tuning.work import GPU, GPU_SYMMETRIC
 from . import gpus
 from .backends import Backend
 from .cases import Areas, Bound, Memory, as_user
@@ -196,13 +198,16 @@ class Cuda(Backend):
         self.memory = DeviceMemory(gpu)
         self.clock = Windows(comm)
         self.transport = "threads" if comm._bootstrap.kind == "threads" else "cuda_ipc"
+        self.links = GPU
         self.nccl_version = ""  # once such a peer is connected
         self.host_us: list[float] = []  # of a call of ours, for each way that was launched
         one = gpu.allocate(256)
         comm.barrier()
         with gpu.stream:
-            comm.all_reduce(one.view(np.uint8))
+            # Forced, since a table of other GPUs stands in the way of nothing here.
+            comm.all_reduce(one.view(np.uint8), algorithm="direct_one_shot")
         self.finish()
+        self.tuner = comm._gpu_tuner
 
     def finish(self) -> None:
         """Waits for this rank's calls, raises what went wrong in them, and meets the others."""
@@ -290,11 +295,19 @@ class Cuda(Backend):
 
         return run
 
-    def choose(self, collective: str, nbytes: int) -> str:
-        return self.comm._device_algorithm(collective, nbytes)
+    def links_of(self, symmetric: bool) -> str:
+        return GPU_SYMMETRIC if symmetric else GPU
 
-    def predict(self, algorithm: str, collective: str, nbytes: int, root: int) -> float | None:
-        return None
+    def gpus(self) -> list[str]:
+        return self._gpus().names
+
+    def why_no_table(self) -> str:
+        engine = self.comm._device
+        assert engine is not None, "making this backend set it up"
+        return why_no_table(engine, self._gpus())
+
+    def _gpus(self) -> Gpus:
+        return gpus_of(self.comm._bootstrap, self.gpu.ordinal)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         mine = json.dumps(gpus.rank_facts(self.gpu.cupy, self.gpu.ordinal)).encode()

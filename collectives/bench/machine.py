@@ -102,8 +102,13 @@ def commit() -> str:
     "-dirty" where files differ from it.
     """
     built = str(_core.commit)
-    if built not in ("", "unknown"):
-        return built
+    return built if built not in ("", "unknown") else checked_out()
+
+
+def checked_out() -> str:
+    """The commit of the checkout that the sources in Python are in; "unknown" where they are in
+    none.
+    """
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return "unknown"

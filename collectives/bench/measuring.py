@@ -75,6 +75,23 @@ class Bench:
         counted = self.comm.all_gather(np.array([wrong], np.float64))
         return int(np.sum(counted))
 
+    def refused(
+        self, case: Case, algorithms: Sequence[str], elements: int, in_place: bool
+    ) -> dict[str, str]:
+        """What the engine refuses, by name, with the reason: an algorithm with more channels than
+        the communicator may take thread blocks, for example. Every rank is refused alike, before
+        anything runs. Collective.
+        """
+        found = {}
+        for name in algorithms:
+            bound = self.bound(case, name, elements, in_place)
+            bound.clear()
+            try:
+                self.backend.call(bound)
+            except UnsupportedError as error:
+                found[name] = str(error)
+        return found
+
     def runner(self, bound: Bound, mode: str | None = None) -> Runner:
         """A timed loop over our call."""
         bound.clear()
@@ -112,7 +129,9 @@ class Bench:
         """The fields of `report.FIELDS`."""
         comm, nbytes = self.comm, bound.nbytes
         name = self.chosen(algorithm, case.collective, nbytes)
-        predicted = self.backend.predict(name, case.collective, nbytes, case.root)
+        predicted = self.backend.predict(
+            name, case.collective, nbytes, case.root, symmetric=self.symmetric
+        )
         self.last += ours.last
         algbw = bandwidth(nbytes, ours.median)
         peers = [

@@ -93,16 +93,21 @@ def algorithm(text: str) -> str:
     return text
 
 
-def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """--device, --mode and --max-blocks, of commands that time calls."""
-    group = parser.add_argument_group("GPUs")
-    group.add_argument(
+def add_device(parser: argparse._ActionsContainer) -> None:
+    """--device."""
+    parser.add_argument(
         "--device",
         type=one_of("device", backends.DEVICES),
         default="cpu",
         metavar="NAME",
         help="cpu, or cuda: arrays on GPUs, rank by rank on those there are (cpu)",
     )
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """--device, --mode and --max-blocks, of commands that time calls."""
+    group = parser.add_argument_group("GPUs")
+    add_device(group)
     group.add_argument(
         "--mode",
         type=one_of("mode", ("stream", "graph", "both")),

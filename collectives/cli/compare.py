@@ -209,7 +209,7 @@ def _measure(
     mode = args.mode or bench.backend.modes[-1]
     ways = places(case.collective)
     in_place = ways[0] if args.out_of_place else ways[-1]
-    skipped = {} if args.only else _skipped(bench, case, algorithms, elements[-1], in_place)
+    skipped = {} if args.only else bench.refused(case, algorithms, elements[-1], in_place)
     algorithms = [name for name in algorithms if name not in skipped]
     if not algorithms:
         raise UnsupportedError("; ".join(skipped.values()))
@@ -254,23 +254,6 @@ def _measure(
             peer_names = [p.name for p in bench.peers]
             print(table.row(_cells(results, nbytes, wrong, peer_names)), flush=True)
     return results
-
-
-def _skipped(
-    bench: Bench, case: Case, algorithms: Sequence[str], elements: int, in_place: bool
-) -> dict[str, str]:
-    """What the engine refuses, by name, with the reason: an algorithm with more channels than
-    `--max-blocks` allows, for example. Every rank is refused alike, before anything runs.
-    """
-    found = {}
-    for name in algorithms:
-        bound = bench.bound(case, name, elements, in_place)
-        bound.clear()
-        try:
-            bench.backend.call(bound)
-        except UnsupportedError as error:
-            found[name] = str(error)
-    return found
 
 
 def _table(algorithms: Sequence[str], peer_names: Sequence[str]) -> tuple[report.Table, list[str]]:

@@ -5,22 +5,27 @@ are those of mpirun), and the measured time of every algorithm stands beside the
 
 Predictions are alpha x steps + beta x bytes + gamma x bytes combined, with the figures of one
 machine: see collectives/tuning/model.py, and `compare --fit` for the figures of this one.
+
+With --device cuda it is about arrays on GPUs: also by which kernel, and what `tune --device cuda`
+has measured on so many GPUs, where it has.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from ..bench import machine
-from ..bench.backends import Host
+from .. import hardware
+from ..bench import backends, machine
 from ..bench.cases import Case, places
-from ..bench.measuring import Bench, candidates, check_case
+from ..bench.measuring import Bench, check_case
 from ..bench.timing import Effort, take_turns
 from ..communicator import Communicator
 from ..config import Settings
 from ..errors import ConfigError
-from ..tuning import Tuner
+from ..tuning import Tuner, tables
+from ..tuning.device import MOST_RANKS, DeviceTuner
 from ..tuning.explain import explain
+from ..tuning.work import GPU
 from . import _common, _ranks
 
 EXAMPLES = """\
@@ -30,6 +35,7 @@ examples:
   python -m collectives explain all_gather --bytes 64K --ranks 4 --transport mpi
   python -m collectives explain all_reduce --bytes 1M --ranks 2 --measure
   mpirun -n 2 python -m collectives explain all_reduce --bytes 1M --measure
+  python -m collectives explain all_reduce --bytes 1M --ranks 8 --device cuda
 """
 
 TRANSPORTS = ("threads", "shm", "mpi", "shm+mpi")
@@ -59,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_common.one_of("transport", TRANSPORTS),
         help="threads, shm, mpi or shm+mpi; by itself what would be used for these nodes",
     )
+    _common.add_device(parser)
     parser.add_argument("--measure", action="store_true", help="run every algorithm, on real ranks")
     parser.add_argument(
         "--import",
@@ -84,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--measure asks the ranks themselves; leave --transport, --node out")
         return _ranks.with_ranks(args, "explain", lambda comm: _measure(comm, args))
     nodes = _nodes(args)
+    if args.device != "cpu":
+        print(_on_gpus(args, nodes))
+        return 0
     several = len(set(nodes)) > 1
     transport = args.transport or ("threads" if args.threads else None)
     if transport in ("threads", "shm") and several:
@@ -109,6 +119,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _on_gpus(args: argparse.Namespace, nodes: list[int]) -> str:
+    """What would run for arrays on the GPUs of one node, of which none need be here."""
+    if args.transport:
+        raise ConfigError("--transport is of host arrays; leave it or --device out")
+    if len(set(nodes)) > 1:
+        raise ConfigError(
+            "arrays on GPUs of several nodes go by way of the hosts, by what is chosen for host "
+            "arrays; leave --device out"
+        )
+    if len(nodes) > MOST_RANKS:
+        raise ConfigError(f"the kernels are for up to {MOST_RANKS} ranks of a node")
+    settings = Settings()
+    tuner = DeviceTuner(len(nodes), settings.algorithm, _table(settings, nodes))
+    return explain(
+        args.collective,
+        args.bytes,
+        nodes,
+        one_region=True,
+        tuner=tuner,
+        transport=GPU,
+        dtype=args.datatype,
+    )
+
+
+def _table(settings: Settings, nodes: list[int]) -> tables.Table | None:
+    """What was measured on the GPUs of so many ranks of this host, started without MPI; None if
+    nothing was.
+    """
+    if settings.table == "off":
+        return None
+    here = tables.hardware_of([{**hardware.summary(), "mpi": ""}])
+    path = tables.path_for(here, settings.table)
+    layout = tables.load(path, here).get(tables.layout_key(GPU, nodes))
+    return tables.parse(layout, path) if layout is not None else None
+
+
 def _nodes(args: argparse.Namespace) -> list[int]:
     if args.ranks and args.threads:
         raise ConfigError("--ranks and --threads both say how many ranks there are; give one")
@@ -129,11 +175,15 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     case = Case(args.collective, comm.size, args.datatype or "float32")
     elements = case.elements(args.bytes)
     in_place = places(args.collective)[-1]
-    bench = Bench(Host(comm), max(1, elements) * case.itemsize, Effort(seconds=0.1))
-    names = candidates(comm, args.collective)
+    with _ranks.on_every_rank():
+        backend = backends.connect(comm, args.device)
+    bench = Bench(backend, max(1, elements) * case.itemsize, Effort(seconds=0.1))
+    names = backend.tuner.candidates(args.collective)
     with _ranks.on_every_rank():
         for name in names:
             check_case(comm, case, name, None)
+    refused = bench.refused(case, names, elements, in_place)
+    names = [name for name in names if name not in refused]
     runners = [bench.runner(bench.bound(case, name, elements, in_place)) for name in names]
     samples = take_turns(bench.clock, runners, bench.effort)
     measured = {
@@ -149,11 +199,13 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
                 elements * case.itemsize,
                 comm.nodes,
                 one_region="mpi" not in comm.transports,
-                tuner=comm._tuner,
-                transport=comm.transports if comm.size > 1 else None,
+                tuner=backend.tuner,
+                transport=backend.links if comm.size > 1 else None,
                 cores=cores,
                 dtype=case.dtype,
                 measured=measured,
             )
         )
+        for name, why in refused.items():
+            print(f"without {name}: {why}")
     return 0

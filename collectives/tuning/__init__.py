@@ -1,7 +1,8 @@
 """Choosing: which algorithm serves a call, and the sizes at which ways change. No other file holds
 a size threshold.
 
-`Tuner.choose` answers for one communicator: a forced rule (COLLECTIVES_ALGORITHM) first, then what
+`Tuner.choose` answers for one communicator and arrays on hosts (`device.DeviceTuner` for arrays on
+GPUs): a forced rule (COLLECTIVES_ALGORITHM) first, then what
 `python -m collectives tune` measured on these ranks (`tables.py`), then the table below. Its
 entries come from `python -m collectives compare` on hosts with shared memory and
 with MPI between them; the model in `model.py` predicts times for `explain` and for sizes between.
@@ -210,6 +211,14 @@ class Tuner:
         if self._from_measured(collective) is not None:
             assert self.measured is not None
             return f"the fastest as measured on these ranks ({self.measured.origin})"
+        return self.why_built_in(collective, nbytes)
+
+    def way(self, algorithm: str, collective: str, nbytes: int) -> str:
+        """How an algorithm goes about a call, by name, where it has several ways; "" on hosts."""
+        return ""
+
+    def why_built_in(self, collective: str, nbytes: int) -> str:
+        """Why `built_in` answers as it does, in words."""
         if self.one_region:
             return "all ranks share memory, so one hop reaches everybody"
         if len(set(self.node)) == 1:
@@ -248,18 +257,19 @@ class Tuner:
             return None
         return list(choices)
 
+    def built_in(self, collective: str) -> list[Choice]:
+        """What is chosen where nothing was measured, by rising size."""
+        if self.one_region:
+            return _shared_memory(collective, self.nranks)
+        if len(set(self.node)) == 1:  # and yet its ranks share no memory
+            return _one_node_by_messages(collective, self.nranks)
+        if len(set(self.node)) == self.nranks:
+            return _one_rank_a_node(collective, self.nranks)
+        return _several_nodes(collective, self.nranks, len(set(self.node)))
+
     def _merge(self, collective: str) -> list[Choice]:
         found = self._from_measured(collective)
-        if found is not None:
-            table = found
-        elif self.one_region:
-            table = _shared_memory(collective, self.nranks)
-        elif len(set(self.node)) == 1:  # and yet its ranks share no memory
-            table = _one_node_by_messages(collective, self.nranks)
-        elif len(set(self.node)) == self.nranks:
-            table = _one_rank_a_node(collective, self.nranks)
-        else:
-            table = _several_nodes(collective, self.nranks, len(set(self.node)))
+        table = found if found is not None else self.built_in(collective)
         for rule in self.rules:
             if rule.collective != collective:
                 continue

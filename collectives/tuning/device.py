@@ -1,9 +1,21 @@
-"""Which algorithm serves a call on device arrays, and how; measured with each way forced."""
+"""Which algorithm serves a call on device arrays, and how; measured with each way forced.
+
+`DeviceTuner` answers for the ranks of one node: a forced rule first, then what `python -m
+collectives tune --device cuda` measured on these GPUs, then the limits below.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..config import Rule
+from ..errors import ConfigError
+from . import ANY_SIZE, Choice, Tuner
+
+if TYPE_CHECKING:
+    from .tables import Table
 
 # direct_one_shot, by the bytes that a rank sends to each peer: up to _PACKETS in packets, which are
 # the fastest for the smallest but send twice the bytes, then in lines, up to _LINES. Measured on
@@ -37,21 +49,32 @@ _ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
 _BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 
-@lru_cache(1024)
-def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
-    """The name of the algorithm; "" for a barrier, which needs none."""
+# What the buffers of packets and of lines hold for each pair of ranks, in bytes of data
+# (csrc/cuda_memory.cpp): direct_one_shot is interpreted above. An all_reduce in two steps takes the
+# room of lines for the share of a rank twice.
+_PACKET_ROOM = {2: 512 << 10, 16: 256 << 10}
+_LINE_ROOM = {4: 4 << 20, 8: 2 << 20, 16: 1 << 20}
+_LINE_DATA = 120  # bytes of data in a line of 128
+MOST_RANKS = 16  # of a node, for the kernels
+
+
+@lru_cache(64)
+def device_choices(collective: str, nranks: int) -> tuple[Choice, ...]:
+    """The choices for a collective, by rising size; "" for a barrier, which needs no algorithm."""
     if collective == "barrier":
-        return ""
+        return (Choice(ANY_SIZE, ""),)
+    lines = _of(_LINES, nranks)
     if collective == "all_reduce":
-        return "direct_one_shot" if nbytes <= _of(_ONE_STEP, nranks) else "direct_two_shot"
+        limit = _of(_ONE_STEP, nranks)
+        return (Choice(limit, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot"))
     if collective in ("reduce_scatter", "all_gather"):
-        small = nbytes <= nranks * _of(_LINES, nranks)
-        return "direct_one_shot" if small else "direct_two_shot"
+        return (Choice(nranks * lines, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot"))
     if collective == "all_to_all":
-        return "direct_two_shot"
-    if collective in ("broadcast", "reduce") and nbytes > _of(_ROOT_SENDS_ALL, nranks):
-        return "direct_two_shot"
-    return "direct_one_shot"
+        return (Choice(ANY_SIZE, "direct_two_shot"),)
+    if collective in ("broadcast", "reduce"):
+        limit = _of(_ROOT_SENDS_ALL, nranks)
+        return (Choice(limit, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot"))
+    return (Choice(ANY_SIZE, "direct_one_shot"),)
 
 
 class Launch(NamedTuple):
@@ -112,6 +135,109 @@ def _one_shot(each: int, nranks: int) -> Launch:
     lines = each > _of(_PACKETS, nranks)
     threads = _ONE_BLOCK if each <= _IN_ONE_BLOCK else _THREADS
     return Launch(threads=threads, lines=lines, small=True)
+
+
+# Ways of a call: what sends its bytes, in words, and how many bytes cross the link for one of data.
+WAYS = {
+    "packets": "in packets of 16 bytes, half of them flags",
+    "lines": "in lines of 128 bytes, 8 of them flags",
+    "fifos": "by a kernel of its own, through FIFOs in the peers' memory",
+    "written": "by a kernel of its own, with results written into the peers' symmetric buffers",
+    "pulled": "by a kernel of its own, out of and into the peers' symmetric buffers",
+    "steps": "interpreted: messages through FIFOs in the peers' memory",
+}
+SENT_FACTOR = {**dict.fromkeys(WAYS, 1.0), "packets": 2.0, "lines": 128 / _LINE_DATA}
+
+
+@lru_cache(1024)
+def device_way(
+    algorithm: str, collective: str, nbytes: int, nranks: int, symmetric: bool = False
+) -> str:
+    """Which of `WAYS` a call of `nbytes` bytes goes, on GPUs that reach each other, with blocks of
+    equal lengths (csrc/cuda_direct.cpp decides so).
+
+    symmetric  its arrays are symmetric buffers
+    """
+    how = device_launch(algorithm, collective, nbytes, nranks)
+    each = -(-nbytes // nranks) if collective in _BLOCKED else nbytes
+    if algorithm == "direct_one_shot" or how.small:
+        packets = each <= _of(_PACKET_ROOM, nranks)
+        lines = each <= _line_room(nranks) * _LINE_DATA
+        if collective == "barrier" or (not each and collective != "all_to_all"):
+            return "steps"
+        if lines and (how.lines or not packets):
+            return "lines"
+        if packets:
+            return "packets"
+        return "fifos" if collective == "all_to_all" else "steps"
+    if algorithm != "direct_two_shot" or not nbytes:
+        return "steps"
+    share = -(-nbytes // nranks)
+    if how.lines and 2 * (share // _LINE_DATA + 2) <= _line_room(nranks):
+        return "lines"
+    if not symmetric or collective in ("all_to_all", "broadcast", "reduce"):
+        return "fifos"
+    if collective == "all_gather":
+        return "written"
+    if how.pull:
+        return "pulled"
+    return "fifos" if collective == "reduce_scatter" else "written"
+
+
+class DeviceTuner(Tuner):
+    """Chooses algorithms for arrays on the GPUs of one node's ranks.
+
+    refused  why the measured table is not for these GPUs, in words; "" if it is, or there is none
+    """
+
+    def __init__(
+        self,
+        nranks: int,
+        rules: Iterable[Rule] = (),
+        measured: Table | None = None,
+        refused: str = "",
+    ) -> None:
+        super().__init__([0] * nranks, True, rules, measured)
+        self.refused = refused
+
+    def choose(self, collective: str, nbytes: int) -> str:
+        """The algorithm for a call of `nbytes`; "" for a barrier. Raises ConfigError where a table
+        of other GPUs would have to be asked.
+        """
+        if self.refused and self.rule(collective, nbytes) is None:
+            raise ConfigError(self.refused)
+        return super().choose(collective, nbytes)
+
+    def candidates(self, collective: str, root: int = 0) -> list[str]:
+        """Every algorithm that can do `collective`: none for a barrier, which has a kernel."""
+        return [] if collective == "barrier" else super().candidates(collective, root)
+
+    def way(self, algorithm: str, collective: str, nbytes: int) -> str:
+        """Which of `WAYS` a call on ordinary arrays goes."""
+        return device_way(algorithm, collective, nbytes, self.nranks)
+
+    def built_in(self, collective: str) -> list[Choice]:
+        """What is chosen where nothing was measured."""
+        return list(device_choices(collective, self.nranks))
+
+    def why_built_in(self, collective: str, nbytes: int) -> str:
+        """Why `built_in` answers as it does, in words."""
+        algorithm = next(c.algorithm for c in self.built_in(collective) if nbytes <= c.limit)
+        one_step = algorithm == "direct_one_shot" or collective == "all_to_all"
+        if one_step and self.way(algorithm, collective, nbytes) in ("packets", "lines"):
+            words = "so small that one message to each peer, without a hand-shake, is the fastest"
+        elif collective == "all_to_all":
+            words = "all that is sent to a peer is for that peer alone, so one step is the fastest"
+        elif algorithm == "direct_two_shot":
+            words = "so large that a second step costs less than sending all to everybody"
+        else:
+            words = "there is no other with one step"
+        return f"{words} (measured on two and four H200)"
+
+
+def _line_room(nranks: int) -> int:
+    """Lines from one rank to another."""
+    return _of(_LINE_ROOM, nranks) // _LINE_DATA + 1
 
 
 def _of(limits: dict[int, int], nranks: int) -> int:

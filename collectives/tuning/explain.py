@@ -9,12 +9,14 @@ from ..config import format_size
 from ..errors import UnsupportedError
 from ..schedule import algorithms, schedule
 from . import ANY_SIZE, Tuner, model
+from .device import WAYS
 
 
 class Candidate(NamedTuple):
     """An algorithm that could serve a call; times in seconds, None where not known.
 
-    sent is the most that a rank sends, between the most that a node sends to others, in bytes.
+    sent is the most that a rank sends, between the most that a node sends to others, in bytes; way
+    names how the algorithm goes about it, where it has several.
     """
 
     algorithm: str
@@ -23,6 +25,7 @@ class Candidate(NamedTuple):
     steps: int
     sent: float
     between: float
+    way: str = ""
 
 
 def candidates(
@@ -60,6 +63,7 @@ def candidates(
                 int(cost["steps"]),
                 cost["sent_max"] * nbytes,
                 cost["internode_sent_max"] * nbytes,
+                tuner.way(name, collective, nbytes),
             )
         )
     unknown = float("inf")
@@ -75,9 +79,8 @@ def candidates(
 _BARRIER = (
     "runs     no algorithm",
     "why      the check that all ranks have entered the same call is a barrier already",
-    "",
-    "What others take, where algorithm= asks for them:",
 )
+_OTHERS = "What others take, where algorithm= asks for them:"
 
 
 def explain(
@@ -97,7 +100,8 @@ def explain(
     nodes       node of each rank
     one_region  True if all ranks share memory
     tuner       what chooses
-    transport   "threads", "shm", "mpi" or "shm+mpi"; found from `nodes` and `one_region` otherwise
+    transport   "threads", "shm", "mpi" or "shm+mpi"; found from `nodes` and `one_region` otherwise;
+                "cuda" for arrays on GPUs
     cores       that the ranks of a node share; None: each has one of its own
     dtype       of the elements, to be named
     measured    seconds by algorithm, to be shown beside; otherwise those of the measured table
@@ -120,7 +124,8 @@ def explain(
         collective, nbytes, nodes, transport, tuner=tuner, cores=cores, measured=measured
     )
     if collective == "barrier" and not forced:
-        return "\n".join([*lines, *_BARRIER, "", *_ranking(found, "", measured is not None)])
+        others = ["", _OTHERS, "", *_ranking(found, "", measured is not None)] if found else []
+        return "\n".join([*lines, *_BARRIER, *others])
     mine = next((c for c in found if c.algorithm == choice), None)
     if mine is None:
         raise UnsupportedError(f"{choice} cannot do {collective} with these {n} ranks")
@@ -130,6 +135,8 @@ def explain(
     lines.append(f"why      {tuner.reason(collective, nbytes)}")
     if info is not None:
         lines.append(f"how      {info.summary}")
+    if mine.way:
+        lines.append(f"way      {mine.way}: {WAYS[mine.way]}")
     lines.append(f"costs    {_cost(mine)}")
     lines.append(f"by size  {_table(tuner, collective)}")
     lines += ["", *_ranking(found, choice, measured is not None)]
@@ -148,13 +155,16 @@ def explain(
 
 def _ranking(found: Sequence[Candidate], choice: str, with_measured: bool) -> list[str]:
     between = any(c.between for c in found)
-    titles = ["algorithm", "predicted", "measured", "steps", "sent per rank", "between nodes"]
-    shown = [True, True, with_measured, True, True, between]
+    ways = any(c.way for c in found)
+    titles = ["algorithm", "way", "predicted", "measured"]
+    titles += ["steps", "sent per rank", "between nodes"]
+    shown = [True, ways, True, with_measured, True, True, between]
     rows = [titles]
     for c in found:
         rows.append(
             [
                 c.algorithm,
+                c.way,
                 _time(c.predicted),
                 _time(c.measured),
                 str(c.steps),

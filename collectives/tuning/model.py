@@ -3,20 +3,23 @@ byte combined, and something for each further slice and for entering the call.
 
     time = entry + steps · alpha + further slices · slice + sent · beta + combined · gamma
 
-Steps are messages on the longest chain, bytes those of the rank that sends or combines most; all
-come from `Schedule.cost`. A message longer than a slice goes as several: all but the first cost
-`slice` each, on the rank that sends most messages, and no step, since they follow each other.
+`work.py` says what a call has to do. A message longer than a slice goes as several: all but the
+first cost `slice` each, on the rank that sends most messages, and no step, since they follow each
+other.
 
 Steps and bytes between nodes count with the figures of the network, the rest with those of shared
 memory. The ranks of a node share its link, so what counts there are the bytes that leave the node,
 not those of a rank. Where ranks share cores, what they copy and combine takes longer in proportion,
 and a step costs a turn of the scheduler.
 
-Which figures: "direct" for the direct algorithms of ranks that share memory, "assembled" for small
-calls that travel with the agreement of ranks that do not, "steps" for all else, which the general
-engine runs. `python -m collectives tune` fits them to the machine at hand; those below are of one
-machine, so that a prediction made with them says which algorithms are near each other and where
-they cross, not what another machine will show.
+Each kind of call has figures of its own. `python -m collectives tune` fits them to the machine at
+hand; those below are of other machines, so that a prediction made with them says which algorithms
+are near each other and where they cross, not what another machine will show.
+
+On GPUs of one node the same holds with the kinds that their kernels are: see `work.py`. All pairs
+of GPUs are taken to be as near as those that were measured, and a rank's bytes to cross one port,
+so figures that were fitted to two ranks say something of more. Of what few ranks cannot show, such
+as what each further peer costs a kernel, they know nothing.
 
 Source: R. Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994),
 doi:10.1016/S0167-8191(06)80021-9; gamma as in R. Thakur, R. Rabenseifner, W. Gropp, "Optimization
@@ -27,17 +30,14 @@ of parallel computation", PPoPP 1993, doi:10.1145/155332.155333.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..schedule import is_written, schedule
-from . import ASSEMBLED, ASSEMBLED_BY_NODE, BY_NODE, segment_bytes
+from .work import GPU, GPU_SYMMETRIC, Work, work_of
 
 
 @dataclass(frozen=True)
@@ -104,37 +104,26 @@ LINKS: dict[str, dict[str, LinkModel]] = {
 # first. Four ranks on the same two cores: 3.6 us for a step of "direct", 3.5 us for one of "steps".
 SWITCH_S = 3e-6
 
-_DIRECT = ("direct_one_shot", "direct_two_shot")
-# Rounds are looked at one by one, in Python, for up to so many ranks.
-_COUNTED_RANKS = 128
-
-
-class Share(NamedTuple):
-    """What of a schedule goes over one kind of link: steps, and what the rank (or node) that sends
-    or combines most sends and combines, in units of the whole vector.
-    """
-
-    steps: float
-    sent: float
-    reduced: float
-
-
-class Work(NamedTuple):
-    """What a call has to do. Bytes are those of the busiest rank, between nodes of the busiest
-    node.
-    """
-
-    near_steps: float
-    far_steps: float
-    slices: float
-    near_sent: float
-    near_reduced: float
-    far_sent: float
-
-    def row(self) -> tuple[float, ...]:
-        """Factors of entry, slice, and alpha, beta, gamma near, alpha, beta far."""
-        near = (self.near_steps, self.near_sent, self.near_reduced)
-        return (1.0, self.slices, *near, self.far_steps, self.far_sent)
+# Arrays on GPUs, by kind. Fitted by bench/predict_gpu.py to what two H200 on NVLink 4 took, in CUDA
+# graphs (bench/results/gpu-nccl-*-2.json): half of those times are predicted within 4 %, the worst
+# within 25 %. Two ranks do not tell entry from steps, so each has half, where no times of calls
+# with fewer steps said otherwise.
+_NO_FAR = LinkModel(0.0, 0.0)
+GPU_LINKS: dict[str, Figures] = {
+    "packets": Figures(LinkModel(1.30e-6, 4.76e-12, 1.48e-12), _NO_FAR, 1.30e-6),
+    "lines": Figures(LinkModel(1.60e-6, 3.41e-12), _NO_FAR, 1.60e-6),
+    "fifos": Figures(LinkModel(7.22e-7, 2.86e-12), _NO_FAR, 1.03e-5),
+    "written": Figures(LinkModel(2.53e-6, 2.74e-12), _NO_FAR, 5.06e-6),
+    "steps": Figures(LinkModel(5.09e-6, 2.99e-12, 9.34e-13), _NO_FAR, 1.02e-5),
+}
+# Whose figures count where a kind has none: it does nearly the same.
+_STAND_INS = {
+    "packets": ("lines",),
+    "lines": ("packets",),
+    "fifos": ("written", "pulled"),
+    "written": ("fifos", "pulled"),
+    "pulled": ("written", "fifos"),
+}
 
 
 def predict(
@@ -152,16 +141,20 @@ def predict(
 
     nbytes     of the whole vector (of all blocks together)
     nodes      node of each rank
-    transport  "threads", "shm", "mpi" or "shm+mpi", as `Communicator.transports`
+    transport  "threads", "shm", "mpi" or "shm+mpi", as `Communicator.transports`; work.GPU or
+               work.GPU_SYMMETRIC for arrays on GPUs
     cores      that the ranks of a node share; None: each has one of its own
     figures    by kind, fitted to these very ranks: then `cores` says nothing more
     """
-    if len(nodes) < 2 or algorithm == "auto":
+    on_gpus = transport in (GPU, GPU_SYMMETRIC)
+    if len(nodes) < 2 or algorithm in ("auto", "") or (on_gpus and len(set(nodes)) > 1):
         return None
     kind, work = work_of(algorithm, collective, nbytes, nodes, transport, root)
     if figures is not None:
-        found = figures.get(kind) or figures.get("steps")
-        return None if found is None else _time(found, work)
+        known = _of_kind(kind, figures)
+        return None if known is None else _time(known, work)
+    if on_gpus:
+        return _time(_gpu_figures(kind), work)
     found = _default_figures(kind, transport)
     local = max(list(nodes).count(node) for node in set(nodes))
     crowd = max(1.0, local / cores) if cores else 1.0
@@ -191,123 +184,22 @@ def _time(figures: Figures, work: Work) -> float:
     return sum(a * b for a, b in zip(factors, work.row(), strict=True))
 
 
+def _of_kind(kind: str, figures: Mapping[str, Figures]) -> Figures | None:
+    """The figures of a kind, or of what stands in for it."""
+    names = (kind, *_STAND_INS.get(kind, ()), "steps")
+    return next((figures[name] for name in names if name in figures), None)
+
+
+def _gpu_figures(kind: str) -> Figures:
+    found = _of_kind(kind, GPU_LINKS)
+    assert found is not None, "every kind has figures, or one that stands in for it"
+    return found
+
+
 def _default_figures(kind: str, transport: str) -> Figures:
     inside = LINKS["shm" if transport in ("shm+mpi", "self") else transport]
     far = LINKS["mpi"]["steps" if kind == "direct" else kind]
     return Figures(inside.get(kind) or inside["steps"], far)
-
-
-def work_of(
-    algorithm: str,
-    collective: str,
-    nbytes: int,
-    nodes: Sequence[int],
-    transport: str,
-    root: int = 0,
-) -> tuple[str, Work]:
-    """The kind of a call, which says whose figures count, and what it has to do."""
-    assembled = _assembled(algorithm, collective, nbytes, nodes, transport)
-    if assembled is not None:
-        return "assembled", assembled
-    near, far = shares(algorithm, collective, tuple(nodes), root)
-    if transport != "shm+mpi":
-        near, far = Share(near.steps + far.steps, *near[1:]), Share(0, 0, 0)
-    direct = algorithm in _DIRECT and transport in ("threads", "shm")
-    slices = 0.0
-    if not direct:
-        chunks, messages = _sizes(algorithm, collective, tuple(nodes), root)
-        longest = nbytes / chunks
-        each = segment_bytes(messages=transport in ("mpi", "shm+mpi"), nodes=nodes)
-        slices = messages * max(0, math.ceil(longest / each) - 1)
-    work = Work(
-        near.steps,
-        far.steps,
-        slices,
-        near.sent * nbytes,
-        near.reduced * nbytes,
-        far.sent * nbytes,
-    )
-    return ("direct" if direct else "steps"), work
-
-
-def _assembled(
-    algorithm: str, collective: str, nbytes: int, nodes: Sequence[int], transport: str
-) -> Work | None:
-    """The work of a small call that travels with the agreement; None if this is none."""
-    if transport not in ("mpi", "shm+mpi"):
-        return None
-    n = len(nodes)
-    groups = list(nodes) if transport == "shm+mpi" else list(range(n))
-    count = len(set(groups))
-    local = max(groups.count(g) for g in groups)
-    everybody = collective in ("all_reduce", "reduce", "reduce_scatter", "all_to_all")
-    total = nbytes * (n if everybody else 1)
-    if algorithm in _DIRECT and total <= ASSEMBLED:
-        brought = total
-    elif (
-        algorithm == BY_NODE
-        and collective == "all_reduce"
-        and nbytes * count <= ASSEMBLED_BY_NODE
-        and len(set(nodes)) == count
-    ):
-        brought = nbytes * count
-    else:
-        return None
-    rounds = math.ceil(math.log2(count)) if count > 1 else 0
-    within = 2.0 if local > 1 else 0.0
-    combined = float(brought) if collective in ("all_reduce", "reduce", "reduce_scatter") else 0.0
-    crossing = brought * (count - 1) / count
-    if transport == "mpi":
-        return Work(rounds, 0, 0, crossing, combined, 0)
-    return Work(within, rounds, 0, brought * (local - 1), combined, crossing)
-
-
-def shares(
-    algorithm: str, collective: str, nodes: tuple[int, ...], root: int = 0
-) -> tuple[Share, Share]:
-    """What goes over links within a node, and between nodes."""
-    if is_written(algorithm):  # may be registered anew under the same name
-        return _shares(algorithm, collective, nodes, root)
-    return _cached_shares(algorithm, collective, nodes, root)
-
-
-def _sizes(algorithm: str, collective: str, nodes: tuple[int, ...], root: int) -> tuple[int, float]:
-    """Chunks of a schedule, and messages of the rank that sends most."""
-    of = _chunks_and_messages if is_written(algorithm) else _cached_sizes
-    return of(algorithm, collective, nodes, root)
-
-
-def _chunks_and_messages(
-    algorithm: str, collective: str, nodes: tuple[int, ...], root: int
-) -> tuple[int, float]:
-    built = schedule(algorithm, collective, len(nodes), root=root, node=_named(nodes))
-    chunks = len(nodes) if collective == "all_to_all" else built.nchunks
-    return max(1, chunks), float(built.cost()["messages_max"])
-
-
-def _named(nodes: tuple[int, ...]) -> tuple[int, ...]:
-    return nodes if len(set(nodes)) > 1 else ()
-
-
-def _shares(
-    algorithm: str, collective: str, nodes: tuple[int, ...], root: int
-) -> tuple[Share, Share]:
-    built = schedule(algorithm, collective, len(nodes), root=root, node=_named(nodes))
-    cost = built.cost()
-    if not _named(nodes):
-        return Share(cost["steps"], cost["sent_max"], cost["reduced_max"]), Share(0, 0, 0)
-    crossing = cost["steps"]
-    if len(nodes) <= _COUNTED_RANKS:
-        rounds = sum(any(nodes[t.src] != nodes[t.dst] for t in r) for r in built.rounds)
-        crossing = min(crossing, rounds)
-    return (
-        Share(cost["steps"] - crossing, cost["sent_max"], cost["reduced_max"]),
-        Share(crossing, cost["internode_sent_max"], 0),
-    )
-
-
-_cached_shares = functools.lru_cache(maxsize=512)(_shares)
-_cached_sizes = functools.lru_cache(maxsize=512)(_chunks_and_messages)
 
 
 # ---- fitting ------------------------------------------------------------------------------------
@@ -326,7 +218,8 @@ def fit(
     measured: Iterable[Measurement], nodes: Sequence[int], transport: str
 ) -> dict[str, Figures]:
     """Figures by kind that predict `measured`, of these ranks, with the least relative error. Kinds
-    without measurements are left out.
+    without measurements are left out. Where all calls of a kind had as many steps, nothing tells
+    entry from steps: then each gets half.
     """
     rows: dict[str, list[tuple[float, ...]]] = {}
     for m in measured:
@@ -376,16 +269,26 @@ def errors(
 
 _REPEATS = 6  # of a fit with new weights
 _SMALL_ERROR = 0.02  # below it all errors weigh alike
+_TIE = 0.3  # weight of what decides where times hardly do
+_ENTRY, _STEPS = 0, 2  # columns of `Work.row`
 
 
 def _least_absolute(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """x >= 0 for which lines · x is near ones: the sum of absolute errors is what counts, so that
     single times that were disturbed count little. Least squares, repeated with new weights.
+
+    Columns are those of `Work.row`. One more equation, of little weight, says that entry takes as
+    long as the steps: it decides where calls of one number of steps leave that open.
     """
     weights = np.ones(len(lines))
+    tie = np.zeros(lines.shape[1])
+    if lines[:, _ENTRY].max() > 0:
+        per_call = lines[:, _ENTRY].max()  # of the shortest call
+        steps = float(np.median(lines[:, _STEPS] / lines[:, _ENTRY]))
+        tie[_ENTRY], tie[_STEPS] = _TIE * per_call, -_TIE * per_call * steps
     x = np.zeros(lines.shape[1])
     for _ in range(_REPEATS):
-        x = _least_squares(lines * weights[:, None], weights)
+        x = _least_squares(np.vstack([lines * weights[:, None], tie]), np.append(weights, 0.0))
         weights = 1 / np.sqrt(np.maximum(np.abs(lines @ x - 1), _SMALL_ERROR))
     return x
 

@@ -7,7 +7,12 @@ hardware, and holds a part for each layout of ranks that was measured:
     {"format": 1,
      "hardware": {"cpu": ..., "cores": ..., "network": ..., "mpi": ...},
      "layouts": {"shm+mpi 0,0,1,1": {"date": ..., "version": ..., "choices": ..., "figures": ...,
-                                     "rows": [[collective, algorithm, bytes, seconds], ...]}}}
+                                     "rows": [[collective, algorithm, bytes, seconds], ...]},
+                 "cuda 0,0": {"gpus": ["NVIDIA H200", "NVIDIA H200"], ...}}}
+
+The layout "cuda" is of arrays on the GPUs of a node's ranks, and names them. The file is found by
+the host, before anything is known of its GPUs; so a layout of other GPUs is refused when it is to
+choose for the first time.
 
 It is COLLECTIVES_TABLE where that is set, else named after the hardware in a folder `collectives`
 of XDG_CACHE_HOME (~/.cache). Rank 0 reads it and tells the others, so all ranks choose alike,
@@ -32,6 +37,7 @@ from .model import Figures, Measurement
 FORMAT = 1
 # What is chosen stays chosen while it is within so much of the fastest: the noise of a median.
 _NEAR = 1.05
+_ELSE = "go without it: unset COLLECTIVES_TABLE, or set it to off"
 # Calls of all_to_all_v have no size that ranks could compare, and need one that sends directly.
 _ANY_PAIR = 1 << 62
 
@@ -44,12 +50,14 @@ class Table:
     figures  of the cost model, by kind of call
     rows     what was measured
     origin   file and date, for people
+    gpus     for arrays on GPUs: the name of each rank's
     """
 
     choices: Mapping[str, Sequence[Choice]]
     figures: Mapping[str, Figures]
     rows: Sequence[Measurement] = field(repr=False)
     origin: str = ""
+    gpus: Sequence[str] = ()
 
     def times(self, collective: str, nbytes: int) -> dict[str, float]:
         """Measured seconds by algorithm: between two measured sizes on a straight line of
@@ -144,8 +152,12 @@ def hardware_of(infos: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def refuse(path: Path, found: Mapping[str, Any], hardware: Mapping[str, str]) -> None:
-    """Raises ConfigError, in words, where a table was measured on other hardware."""
+def refuse(
+    path: Path | str, found: Mapping[str, Any], hardware: Mapping[str, str], command: str = "tune"
+) -> None:
+    """Raises ConfigError, in words, where a table was measured on other hardware; `command`
+    measures here.
+    """
     differing = [
         f"{name}: measured on {found.get(name, 'nothing')!r}, this is {here!r}"
         for name, here in hardware.items()
@@ -154,8 +166,24 @@ def refuse(path: Path, found: Mapping[str, Any], hardware: Mapping[str, str]) ->
     if differing:
         raise ConfigError(
             f"the table {path} was measured on other hardware ({'; '.join(differing)}); measure "
-            "here with python -m collectives tune, or unset COLLECTIVES_TABLE"
+            f"here with python -m collectives {command}, or {_ELSE}"
         )
+
+
+def refuse_gpus(table: Table, gpus: Sequence[str]) -> None:
+    """Raises ConfigError, in words, where a table was measured on other GPUs than the ranks'."""
+    refuse(
+        table.origin,
+        {"GPUs": gpus_in_words(table.gpus)},
+        {"GPUs": gpus_in_words(gpus)},
+        "tune --device cuda",
+    )
+
+
+def gpus_in_words(names: Sequence[str]) -> str:
+    """The GPUs of ranks, by rank, those of one name together: "2 x NVIDIA H200"."""
+    groups = ((name, len(list(same))) for name, same in itertools.groupby(names))
+    return ", ".join(f"{count} x {name or 'unknown'}" for name, count in groups)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -204,6 +232,7 @@ def parse(layout: Mapping[str, Any], path: Path | str) -> Table:
             {kind: Figures.from_json(found) for kind, found in layout["figures"].items()},
             [Measurement(str(a), str(c), int(b), float(s)) for c, a, b, s in layout["rows"]],
             f"{path}, {layout['date'][:10]}",
+            [str(name) for name in layout.get("gpus", ())],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -219,9 +248,11 @@ def entry(
     *,
     date: str,
     version: str,
+    gpus: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A layout, as a file has it."""
     return {
+        **({"gpus": list(gpus)} if gpus else {}),
         "date": date,
         "version": version,
         "choices": {name: [list(choice) for choice in found] for name, found in choices.items()},
@@ -231,8 +262,10 @@ def entry(
 
 
 def merge(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """`new`, with what `old` has of collectives that were not measured this time."""
-    if old is None:
+    """`new`, with what `old` has of collectives that were not measured this time. Of other GPUs
+    nothing is kept.
+    """
+    if old is None or old.get("gpus", []) != new.get("gpus", []):
         return new
     kept = [row for row in old["rows"] if row[0] not in new["choices"]]
     return {
