@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..children import die_with_parent
 from ..errors import CollectiveError
 from . import plan
+from .gauge import Gauge
 from .judging import Verdict, judge
 from .stage import Outcome, Stage
 
@@ -28,17 +29,19 @@ class Played(NamedTuple):
 
 
 class Game(NamedTuple):
-    """What is played: see the options of the command."""
+    """What is played: see the options of the command. With a gauge, on GPUs."""
 
     seed: int
     ranks: int
     within: float
+    gauge: Gauge | None = None
 
     def play(self, number: int) -> Played:
-        drawn = plan.draw(self.seed, number, self.ranks)
+        device = "cuda" if self.gauge else "cpu"
+        drawn = plan.draw(self.seed, number, self.ranks, device)
         again = 0
         while True:
-            outcome = Stage(drawn).run()
+            outcome = Stage(drawn, self.gauge).run()
             verdict = judge(outcome, self.within)
             hungry = bool(verdict.violations) and outcome.starved >= STARVED
             if not hungry or again == _AGAIN:
