@@ -276,9 +276,10 @@ class Communicator(Reductions, Movements, PointToPoint):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes every rank's pending and later calls raise AbortedError. Local, any thread."""
+        # On the host first: where a peer's kernel leaves, its host finds the reason there.
+        self._core.abort(reason)
         if self._device is not None:
             self._device.core.abort(reason)
-        self._core.abort(reason)
         self._bootstrap.abort(reason)
 
     def synchronize(self, timeout: float | None = None) -> None:
