@@ -45,7 +45,7 @@ class OnGpu:
 
 
 class _OnGpu:
-    """One call, with its arrays: what it passes is put there anew each time, and the result wiped."""
+    """A call with its arrays. What it passes is put there anew each time, and the result wiped."""
 
     def __init__(self, gpu: Gpu, comm: Communicator, call: Call) -> None:
         self._gpu, self._comm, self._call = gpu, comm, call
@@ -53,8 +53,7 @@ class _OnGpu:
         self._nbytes = x.nbytes
         self._source = gpu.allocate(max(1, x.nbytes))
         gpu.copy(self._source.pointer, x.ctypes.data, x.nbytes, _TO_DEVICE)
-        # Ranks that are to disagree ask for symmetric buffers of one size all the same.
-        most = (call.count + 2 * comm.size) * x.itemsize
+        most = max(1, call.elements, call.room) * x.itemsize
         self._x = self._array(len(x), most)
         self._out: Any = None
         if call.collective != "broadcast" and self._expected is not None:
@@ -80,9 +79,7 @@ class _OnGpu:
     def _make(self) -> None:
         call, comm = self._call, self._comm
         out = {"out": self._out[0]} if self._out is not None else {}
-        self._work = getattr(comm, call.collective)(
-            self._x[0], **out, **call.options(comm.size)
-        )
+        self._work = getattr(comm, call.collective)(self._x[0], **out, **call.options(comm.size))
 
     def start(self) -> None:
         runtime, stream = self._gpu.cupy.cuda.runtime, self._gpu.stream

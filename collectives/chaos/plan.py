@@ -162,7 +162,7 @@ def draw(seed: int, number: int, ranks: int, device: str = "cpu") -> Plan:
 
 
 def _moments_on_gpus(ranks: int) -> list[str]:
-    """Those in which kernels run more often than the others; "in shrink" where there are 3 ranks."""
+    """Moments in which kernels run come more often; "in shrink" takes 3 ranks."""
     kernels = ("between calls", "in a call", "in a call", "queued calls")
     return [m for m in (*MOMENTS, *kernels) if ranks > 2 or m != "in shrink"]
 

@@ -15,7 +15,8 @@ from .gauge import Gauge
 from .judging import Verdict, judge
 from .stage import Outcome, Stage
 
-# A round in which the machine let a process wait for a processor for so long says nothing of time.
+# A round in which the machine let a process wait for a processor for so long says nothing of time;
+# of wrong results and of what never ends it does.
 STARVED = 0.5  # seconds
 _AGAIN = 3
 
@@ -39,14 +40,20 @@ class Game(NamedTuple):
     def play(self, number: int) -> Played:
         device = "cuda" if self.gauge else "cpu"
         drawn = plan.draw(self.seed, number, self.ranks, device)
-        again = 0
-        while True:
-            outcome = Stage(drawn, self.gauge).run()
-            verdict = judge(outcome, self.within)
-            hungry = bool(verdict.violations) and outcome.starved >= STARVED
-            if not hungry or again == _AGAIN:
-                return Played(outcome, verdict, again)
-            again += 1
+        return play_plan(drawn, self.within, self.gauge)
+
+
+def play_plan(drawn: plan.Plan, within: float, gauge: Gauge | None = None) -> Played:
+    """A round, anew if it was not as promised and a process got no processor for long."""
+    again = 0
+    while True:
+        outcome = Stage(drawn, gauge).run()
+        verdict = judge(outcome, within)
+        certain = bool(outcome.stuck) or any(r.what == "wrong" for r in outcome.reports)
+        hungry = bool(verdict.violations) and outcome.starved >= STARVED and not certain
+        if not hungry or again == _AGAIN:
+            return Played(outcome, verdict, again)
+        again += 1
 
 
 def play(game: Game, numbers: Sequence[int], jobs: int) -> Iterator[Played]:

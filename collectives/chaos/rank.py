@@ -31,6 +31,7 @@ import numpy as np
 from ..errors import CollectiveError, MismatchError
 from ..starting import init
 from . import verify
+from .on_gpu import OnGpu
 from .plan import STOPPED
 
 if TYPE_CHECKING:
@@ -112,8 +113,6 @@ class Rank:
 
     def _start_cuda(self) -> None:
         """What takes a second, and not alike on all ranks, is no part of what is tried."""
-        from .on_gpu import OnGpu
-
         self._on = OnGpu(self.rank)
         self.report("ready")
         os.read(self._gate, 1)
@@ -224,8 +223,10 @@ class Rank:
         new one does.
         """
         plan = self.plan
-        count = plan.elements + (comm.size if self._victim else 0)
-        call = plan.call._replace(count=count, async_op=False)
+        more = plan.elements + comm.size
+        elements = more if self._victim else plan.elements
+        # (Symmetric buffers have one size on all ranks.)
+        call = plan.call._replace(elements=elements, room=more, async_op=False)
         try:
             verify.once(self._on, comm, call, str(plan))
         except MismatchError as error:

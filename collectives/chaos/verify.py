@@ -19,14 +19,19 @@ class WrongResult(AssertionError):
 
 
 class Call(NamedTuple):
-    """A call. `way`: one of WAYS on GPUs, where "" is the first; hosts have but one."""
+    """A call.
+
+    way   one of WAYS on GPUs, where "" is the first; hosts have but one
+    room  elements that the arrays of a rank have at least, of which the call takes `elements`
+    """
 
     collective: str
-    count: int
+    elements: int
     dtype: str
     algorithm: str | None = None
     async_op: bool = False
     way: str = ""
+    room: int = 0
 
     def options(self, size: int) -> dict[str, Any]:
         """Keywords of the communicator's method, on `size` ranks; the last one is the root."""
@@ -60,7 +65,7 @@ def _values(rank: int, count: int, dtype: str) -> Any:
 
 def numbers(call: Call, rank: int, n: int) -> tuple[Any, Any]:
     """What a rank of `n` passes, and what it must get; None where it gets nothing."""
-    collective, count, dtype = call.collective, call.count, call.dtype
+    collective, count, dtype = call.collective, call.elements, call.dtype
     count = count // n * n if collective in ("reduce_scatter", "all_to_all") else count
     all_of = [_values(r, count, dtype) for r in range(n)]
     x = all_of[rank]

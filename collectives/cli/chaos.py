@@ -135,7 +135,9 @@ def _play(args: argparse.Namespace, gauge: Gauge | None) -> int:
             f"and the machine had given a process no processor for {playing.STARVED:g} s or more"
         )
     bad = sum(bool(one.verdict.violations) for one in rounds)
-    print(f"{len(rounds)} rounds of seed {args.seed}{where} in {seconds:.0f} s; {bad} not as promised")
+    print(
+        f"{len(rounds)} rounds of seed {args.seed}{where} in {seconds:.0f} s; {bad} not as promised"
+    )
     if args.json:
         document = table.as_json_document(rounds, args.seed, seconds)
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
