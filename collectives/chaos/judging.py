@@ -127,10 +127,12 @@ def _judge_error(
     if kind not in allowed:
         wrong.append(f"rank {rank} raised {kind}: {text}")
     if plan.kind == "mismatch":
-        # On GPUs a rank may leave before the others have told it of their call.
+        # On GPUs a rank may leave before the others have told it of their call, and the count of an
+        # all_to_all is told as the bytes of a pair too.
         told = [r for r in outcome.reports if r.what == "raised"] if on_gpus else [raised]
         words = " ".join(r.facts["text"] for r in told)
-        if len(set(re.findall(r"count=\d+", words))) != 2:
+        shown = len(set(re.findall(r"count=\d+", words)))
+        if shown < 2 or (shown > 2 and not on_gpus):
             wrong.append(f"rank {rank}: both signatures are not shown: {words}")
         return
     if plan.kind == "abort":
