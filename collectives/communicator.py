@@ -209,7 +209,10 @@ class Communicator(Reductions, Movements, PointToPoint):
                 max_blocks=self.max_blocks,
             )
 
-        made, members = self._shrinking.run(seconds, build, self._bootstrap.timeout)
+        own = self._bootstrap.timeout
+        made, members = self._shrinking.run(seconds, build, own)
+        # `timeout` was for meeting the others; calls have as long as on this communicator.
+        made._bootstrap.timeout, made._core.timeout = own, self._core.timeout
         if len(members) < self.size and not self._core.broken:
             # Who was left out may live, and wait in a call.
             self._core.abort(f"ranks {members} went on without the others (shrink)")

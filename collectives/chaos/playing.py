@@ -49,7 +49,8 @@ def play_plan(drawn: plan.Plan, within: float, gauge: Gauge | None = None) -> Pl
     while True:
         outcome = Stage(drawn, gauge).run()
         verdict = judge(outcome, within)
-        certain = bool(outcome.stuck) or any(r.what == "wrong" for r in outcome.reports)
+        wrong = [r.facts["text"] for r in outcome.reports if r.what == "wrong"]
+        certain = bool(outcome.stuck) or any(text.startswith("WrongResult") for text in wrong)
         hungry = bool(verdict.violations) and outcome.starved >= STARVED and not certain
         if not hungry or again == _AGAIN:
             return Played(outcome, verdict, again)
