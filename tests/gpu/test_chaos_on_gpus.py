@@ -30,7 +30,8 @@ def test_every_fault_and_every_way_of_calling() -> None:
     """Rounds at a time only where GPUs are emulated: real ones that are shared are slow."""
     got = run(launch.WORKERS / "every_fault.py", "gpus", 8 if EMULATED else 1)
     assert got.returncode == 0, got.stdout + got.stderr
-    assert int(re.search(r"(\d+) rounds, 0 not as promised", got.stdout)[1]) > 7  # type: ignore[index]
+    played = re.search(r"(\d+) rounds, 0 not as promised", got.stdout)
+    assert played and int(played[1]) > 7, got.stdout
 
 
 def test_rounds_that_are_drawn(tmp_path: Path) -> None:
