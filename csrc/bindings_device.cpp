@@ -171,8 +171,8 @@ void bind_staging(py::module_& m) {
       .def("check", &Staging::check)
       // The communicator's own abort() ends what the calls wait for.
       .def(
-          "abort", [](Staging&, const std::string&, const std::string&, int) {},
-          py::arg("reason"), py::arg("kind") = name_of(ErrorKind::aborted), py::arg("about") = -1)
+          "abort", [](Staging&, const std::string&, const std::string&, int) {}, py::arg("reason"),
+          py::arg("kind") = name_of(ErrorKind::aborted), py::arg("about") = -1)
       .def("idle", &Staging::idle)
       .def("close", &Staging::close, Unlocked());
 }

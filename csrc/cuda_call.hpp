@@ -50,8 +50,8 @@ struct Record {
 };
 // In `epoch`: the rest of it numbers the transfers that this rank has put on streams.
 inline constexpr u64 kOfTransfers = 1ull << 63;
-// A word that says why a rank gave up: its Leave above kWhyShift; 1 + the rank that this is about, or
-// 0, above kAboutShift; below that, in words for peers, 1 + the rank that says it.
+// A word that says why a rank gave up: its Leave above kWhyShift; 1 + the rank that this is about,
+// or 0, above kAboutShift; below that, in words for peers, 1 + the rank that says it.
 inline constexpr u32 kAboutShift = 8, kWhyShift = 16;
 static_assert(kMaxRanks < 1 << kAboutShift);
 struct Control {

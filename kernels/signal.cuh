@@ -82,8 +82,8 @@ __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& w
   __threadfence_system();  // the record before its state, for the host
   r.state = 1;
   if (why == Leave::peer_left) return;  // whoever left first has told all, and why
-  const u32 word = static_cast<u32>(why) << kWhyShift |
-                   static_cast<u32>(about + 1) << kAboutShift | static_cast<u32>(w.rank + 1);
+  const u32 word = static_cast<u32>(why) << kWhyShift | static_cast<u32>(about + 1) << kAboutShift |
+                   static_cast<u32>(w.rank + 1);
   for (int q = 0; q < w.nranks; ++q)
     if (q != w.rank) store_release(&state_of(w, q).poison, word);
 }
@@ -108,8 +108,7 @@ __device__ inline bool has_left(const DeviceWorld& w, const Entry& entry) {
   if (entry.left != 0) return true;
   const u64 epoch = entry.epoch;
   const u32 poison = entry.poison;
-  const Waiting what{Phase::none, teller_in(poison), -1,   -1, -1, epoch, epoch,
-                     about_in(poison)};
+  const Waiting what{Phase::none, teller_in(poison), -1, -1, -1, epoch, epoch, about_in(poison)};
   give_up(w, Leave::peer_left, what, poison >> kWhyShift, 0);
   return true;
 }
