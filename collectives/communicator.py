@@ -212,7 +212,10 @@ class Communicator(Reductions, Movements, PointToPoint):
                 max_blocks=self.max_blocks,
             )
 
-        made, members = self._shrinking.run(seconds, build, self._bootstrap.timeout)
+        own = self._bootstrap.timeout
+        made, members = self._shrinking.run(seconds, build, own)
+        # `timeout` was for meeting the others; calls have as long as on this communicator.
+        made._bootstrap.timeout, made._core.timeout = own, self._core.timeout
         if len(members) < self.size and not self._core.broken:
             # Who was left out may live, and wait in a call.
             self._core.abort(f"ranks {members} went on without the others (shrink)")
@@ -279,9 +282,10 @@ class Communicator(Reductions, Movements, PointToPoint):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes every rank's pending and later calls raise AbortedError. Local, any thread."""
+        # On the host first: where a peer's kernel leaves, its host finds the reason there.
+        self._core.abort(reason)
         if self._device is not None:
             self._device.core.abort(reason)
-        self._core.abort(reason)
         self._bootstrap.abort(reason)
 
     def synchronize(self, timeout: float | None = None) -> None:

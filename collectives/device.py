@@ -304,14 +304,28 @@ class DeviceEngine:
     def pass_on(self, error: CollectiveError) -> None:
         """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""
         died, differ = isinstance(error, PeerDiedError), isinstance(error, MismatchError)
-        self.core.abort(str(error), "peer_died" if died else "mismatch" if differ else "aborted")
+        kind = "peer_died" if died else "mismatch" if differ else "aborted"
+        self.core.abort(str(error), kind, error.peer if died and error.peer is not None else -1)
+
+    def _with_reason(self, error: AbortedError) -> AbortedError:
+        """What the peer that aborted said on the host; a kernel knows only that one has."""
+        try:
+            self.host.look()
+        except AbortedError as told:
+            return told
+        except CollectiveError:  # of something else, which the next call raises
+            pass
+        return error
 
     def idle(self) -> bool:
         """True when all calls so far have ended. Raises what went wrong in them, and what a peer
         told, as `run` does.
         """
-        if self.core.idle():
-            return True
+        try:
+            if self.core.idle():
+                return True
+        except AbortedError as error:
+            raise self._with_reason(error) from None
         try:
             self.host.look()
         except CollectiveError as error:

@@ -112,13 +112,15 @@ void bind_device(py::module_& m) {
       // `kind`: as in name_of().
       .def(
           "abort",
-          [](DeviceCommunicator& device, const std::string& reason, const std::string& kind) {
+          [](DeviceCommunicator& device, const std::string& reason, const std::string& kind,
+             int about) {
             ErrorKind why = ErrorKind::aborted;
             for (const ErrorKind each : {ErrorKind::peer_died, ErrorKind::mismatch})
               if (kind == name_of(each)) why = each;
-            device.abort(reason, why);
+            device.abort(reason, why, about);
           },
-          py::arg("reason"), py::arg("kind") = name_of(ErrorKind::aborted), Unlocked())
+          py::arg("reason"), py::arg("kind") = name_of(ErrorKind::aborted), py::arg("about") = -1,
+          Unlocked())
       .def("close", &DeviceCommunicator::close, Unlocked());
 
   m.def(
@@ -169,8 +171,8 @@ void bind_staging(py::module_& m) {
       .def("check", &Staging::check)
       // The communicator's own abort() ends what the calls wait for.
       .def(
-          "abort", [](Staging&, const std::string&, const std::string&) {}, py::arg("reason"),
-          py::arg("kind") = name_of(ErrorKind::aborted))
+          "abort", [](Staging&, const std::string&, const std::string&, int) {}, py::arg("reason"),
+          py::arg("kind") = name_of(ErrorKind::aborted), py::arg("about") = -1)
       .def("idle", &Staging::idle)
       .def("close", &Staging::close, Unlocked());
 }

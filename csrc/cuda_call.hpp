@@ -46,11 +46,16 @@ struct Record {
   // mismatch: the peer's count, and its call as `signature_word` packs it; of a transfer: what this
   // rank expects and what came, as Envelope has it, with the counts in `expected` and `seen`
   u64 theirs[2];
+  std::int32_t about;  // the rank that never came, or died; -1: unknown, or there is none
 };
 // In `epoch`: the rest of it numbers the transfers that this rank has put on streams.
 inline constexpr u64 kOfTransfers = 1ull << 63;
+// A word that says why a rank gave up: its Leave above kWhyShift; 1 + the rank that this is about,
+// or 0, above kAboutShift; below that, in words for peers, 1 + the rank that says it.
+inline constexpr u32 kAboutShift = 8, kWhyShift = 16;
+static_assert(kMaxRanks < 1 << kAboutShift);
 struct Control {
-  u32 abort;  // set by the host: the Leave of kernels that wait
+  u32 abort;  // set by the host: such a word, for kernels that wait
   u32 pad[31];
   Record record;
 };
@@ -73,7 +78,7 @@ struct Progress {
 // The head of an arena.
 struct State {
   Progress progress;  // unused where arenas are in memory of the host
-  u32 poison;         // 1 + the rank that gave up, and its Leave above: written by peers
+  u32 poison;         // such a word, by a peer that gave up
   u32 pad;
   u64 token;             // self-test: what peers must read here
   u64 probe[kMaxRanks];  // self-test: what each peer wrote here

@@ -91,7 +91,7 @@ void DeviceCommunicator::Impl::close() {
 void DeviceCommunicator::Impl::check(bool before_call) {
   if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
   const bool gave_up = *static_cast<volatile u32*>(&control->record.state) != 0;
-  const auto why = static_cast<Leave>(*static_cast<volatile u32*>(&control->abort));
+  const auto why = static_cast<Leave>(*static_cast<volatile u32*>(&control->abort) >> kWhyShift);
   // A peer that has ended is no matter if all calls with it have.
   if (!gave_up && (why == Leave::none || (why == Leave::peer_died && !before_call))) return;
   try {
@@ -167,30 +167,35 @@ void DeviceCommunicator::Impl::died(int rank, pid_t process) {
   dead = rank;
   abort_reason = "the process of rank " + std::to_string(rank) + " (pid " +
                  std::to_string(process) + ") ended";
-  *static_cast<volatile u32*>(&control->abort) = static_cast<u32>(Leave::peer_died);
+  *static_cast<volatile u32*>(&control->abort) =
+      static_cast<u32>(Leave::peer_died) << kWhyShift | static_cast<u32>(dead + 1) << kAboutShift;
 }
 
 // Kernels of this rank look at the abort word; peers that wait for a call that never comes look at
 // their poison. Who aborts because of something that was found before passes that on: a death stays
 // a death.
-void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind) {
+void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind, int about) {
   std::lock_guard lock(reason_mutex);
   if (control == nullptr) return;
   if (abort_reason.empty()) abort_reason = reason;
+  if (kind == ErrorKind::peer_died && dead < 0) dead = about;
   volatile u32& word = control->abort;
-  auto why = static_cast<Leave>(word);
+  auto why = static_cast<Leave>(word >> kWhyShift);
   if (*static_cast<volatile u32*>(&control->record.state) != 0) {
     std::atomic_thread_fence(std::memory_order_acquire);
     why = cause_of(control->record);
+    about = control->record.about;
   } else if (why == Leave::none) {
     why = kind == ErrorKind::peer_died  ? Leave::peer_died
           : kind == ErrorKind::mismatch ? Leave::differ
                                         : Leave::aborted;
   }
-  word = static_cast<u32>(why);
+  if (why == Leave::peer_died && about < 0) about = dead;
+  const u32 told = static_cast<u32>(why) << kWhyShift | static_cast<u32>(about + 1) << kAboutShift;
+  word = told;
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
-  const u32 poison = (static_cast<u32>(why) << 16) | static_cast<u32>(config.rank + 1);
+  const u32 poison = told | static_cast<u32>(config.rank + 1);
   for (int q = 0; q < config.nranks; ++q)
     if (q != config.rank && world.arena[q] != nullptr)
       cudaMemcpyAsync(world.arena[q] + offsetof(State, poison), &poison, sizeof poison,
@@ -368,8 +373,8 @@ bool DeviceCommunicator::idle() {
   return true;
 }
 
-void DeviceCommunicator::abort(const std::string& reason, ErrorKind kind) {
-  impl_->abort(reason, kind);
+void DeviceCommunicator::abort(const std::string& reason, ErrorKind kind, int about) {
+  impl_->abort(reason, kind, about);
 }
 
 void DeviceCommunicator::close() { impl_->close(); }

@@ -302,7 +302,8 @@ void DeviceCommunicator::Impl::prepare_pairs(const Call& call, const DeviceOptio
     grid = static_cast<int>(std::clamp<u64>(longest / kMinBlockBytes, 1, static_cast<u64>(grid)));
   c.chunk_bytes = std::min(kExchangeChunkBytes, u64{world.geometry.slot_bytes});
   const u64 most = rounded((longest + grid - 1) / grid, 128);
-  c.chunks = static_cast<u32>((most + c.chunk_bytes - 1) / c.chunk_bytes);
+  // One at least, if empty: after a meeting of its crew a block has something to tell (fifo.cuh).
+  c.chunks = std::max(1u, static_cast<u32>((most + c.chunk_bytes - 1) / c.chunk_bytes));
   made->grid = grid;
 }
 

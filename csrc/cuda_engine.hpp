@@ -95,7 +95,7 @@ struct DeviceCommunicator::Impl {
   // Throws if ranks that share a GPU would share this stream too.
   void check_stream(cudaStream_t stream) const;
   void close();
-  void abort(const std::string& reason, ErrorKind kind);
+  void abort(const std::string& reason, ErrorKind kind, int about);
   void died(int rank, pid_t process);
   // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
   void check(bool before_call);

@@ -102,6 +102,8 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
                   r.peer);
     case Leave::peer_left: {
       const auto his = static_cast<Leave>(r.seen);
+      const int about = r.about < 0 && his == Leave::peer_died ? told.dead : r.about;
+      const std::string whom = "rank " + std::to_string(about);
       text += peer + " gave up: ";
       switch (his) {
         case Leave::mismatch:
@@ -112,9 +114,13 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
         case Leave::aborted:
           throw Error(ErrorKind::aborted, text + "it was aborted");
         case Leave::peer_died:
-          throw Error(ErrorKind::peer_died, text + "a rank's process has ended");
+          throw Error(ErrorKind::peer_died,
+                      text + "the process of " + (about < 0 ? "a rank" : whom) + " has ended",
+                      about);
         default:
-          throw Error(ErrorKind::deadline, text + "a wait there ran out of time");
+          throw Error(ErrorKind::deadline,
+                      text + "its wait for " + (about < 0 ? "a rank" : whom) + " ran out of time",
+                      about);
       }
     }
     case Leave::differ:

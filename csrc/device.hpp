@@ -122,8 +122,8 @@ class DeviceCommunicator {
   // True when all calls so far have ended; throws as check() does.
   bool idle();
   // Kernels that run or wait leave within milliseconds, here and at the peers, and raise `kind`:
-  // aborted, peer_died or mismatch. Any thread.
-  void abort(const std::string& reason, ErrorKind kind = ErrorKind::aborted);
+  // aborted, peer_died or mismatch. `about`: the rank that died, if that is known. Any thread.
+  void abort(const std::string& reason, ErrorKind kind = ErrorKind::aborted, int about = -1);
   void close();
 
  private:

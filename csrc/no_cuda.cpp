@@ -47,7 +47,7 @@ void DeviceCommunicator::run(const Call&, const DeviceOptions&, std::uintptr_t) 
 void DeviceCommunicator::transfer(const std::vector<DeviceTransfer>&, std::uintptr_t) { refuse(); }
 void DeviceCommunicator::check() { refuse(); }
 bool DeviceCommunicator::idle() { refuse(); }
-void DeviceCommunicator::abort(const std::string&, ErrorKind) { refuse(); }
+void DeviceCommunicator::abort(const std::string&, ErrorKind, int) { refuse(); }
 void DeviceCommunicator::close() { refuse(); }
 
 }  // namespace collectives

@@ -16,6 +16,9 @@
 //
 // Workers are held at `ready` until what they need is there, and at `done` only if the teller is
 // still at what they did before.
+//
+// If a wait fails, workers let the teller go that is, or will be, at `done`. So every wait of a
+// program is followed by a tell, be it of nothing; else they would stay there for ever.
 #pragma once
 
 #include "signal.cuh"

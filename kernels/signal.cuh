@@ -51,7 +51,14 @@ struct Waiting {
   int peer;
   int strand, step, round;
   u64 epoch, expected;
+  int about = -1;  // the rank that is to blame, where somebody else has told
 };
+__device__ inline int about_in(u32 word) {
+  return static_cast<int>(word >> kAboutShift & ((1u << (kWhyShift - kAboutShift)) - 1)) - 1;
+}
+__device__ inline int teller_in(u32 word) {
+  return static_cast<int>(word & ((1u << kAboutShift) - 1)) - 1;
+}
 
 // Any thread, any number of times: the first writes the record and tells the peers.
 __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& what, u64 seen,
@@ -70,10 +77,13 @@ __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& w
   r.waited_ns = waited_ns;
   r.theirs[0] = theirs != nullptr ? theirs->signature[0] : 0;
   r.theirs[1] = theirs != nullptr ? theirs->signature[1] : 0;
+  const int about = why == Leave::deadline ? what.peer : what.about;
+  r.about = about;
   __threadfence_system();  // the record before its state, for the host
   r.state = 1;
   if (why == Leave::peer_left) return;  // whoever left first has told all, and why
-  const u32 word = (static_cast<u32>(why) << 16) | static_cast<u32>(w.rank + 1);
+  const u32 word = static_cast<u32>(why) << kWhyShift | static_cast<u32>(about + 1) << kAboutShift |
+                   static_cast<u32>(w.rank + 1);
   for (int q = 0; q < w.nranks; ++q)
     if (q != w.rank) store_release(&state_of(w, q).poison, word);
 }
@@ -98,8 +108,8 @@ __device__ inline bool has_left(const DeviceWorld& w, const Entry& entry) {
   if (entry.left != 0) return true;
   const u64 epoch = entry.epoch;
   const u32 poison = entry.poison;
-  const Waiting what{Phase::none, static_cast<int>(poison & 0xffff) - 1, -1, -1, -1, epoch, epoch};
-  give_up(w, Leave::peer_left, what, poison >> 16, 0);
+  const Waiting what{Phase::none, teller_in(poison), -1, -1, -1, epoch, epoch, about_in(poison)};
+  give_up(w, Leave::peer_left, what, poison >> kWhyShift, 0);
   return true;
 }
 
@@ -112,16 +122,19 @@ __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64
   if (load_relaxed(&w.progress->left) != 0) return true;
   if (const u32 poison = load_relaxed(&own.poison)) {
     Waiting from = what;
-    from.peer = static_cast<int>(poison & 0xffff) - 1;
-    give_up(w, Leave::peer_left, from, poison >> 16, waited);
+    from.peer = teller_in(poison);
+    from.about = about_in(poison);
+    give_up(w, Leave::peer_left, from, poison >> kWhyShift, waited);
     return true;
   }
   // The host's word is behind PCIe, where thousands of readers would queue up for 200 µs and, with
   // the peers waiting for them in turn, never catch up again.
   const bool asks = waited > kAskHostAfterNs && __ffs(static_cast<int>(__activemask())) - 1 ==
                                                     static_cast<int>(threadIdx.x & 31);
-  if (const u32 why = asks ? *static_cast<volatile u32*>(&w.control->abort) : 0) {
-    give_up(w, static_cast<Leave>(why), what, seen, waited);
+  if (const u32 word = asks ? *static_cast<volatile u32*>(&w.control->abort) : 0) {
+    Waiting told = what;
+    told.about = about_in(word);
+    give_up(w, static_cast<Leave>(word >> kWhyShift), told, seen, waited);
     return true;
   }
   if (waited > w.timeout_ns) {

@@ -321,7 +321,7 @@ class _Core:
     def close(self) -> None:
         pass
 
-    def abort(self, reason: str, kind: str = "aborted") -> None:
+    def abort(self, reason: str, kind: str = "aborted", about: int = -1) -> None:
         pass
 
 

@@ -12,7 +12,8 @@ from collections import Counter
 import pytest
 from launch import WORKERS
 
-from collectives.chaos import judging, plan
+from collectives import _core as gpus
+from collectives.chaos import judging, plan, playing, verify
 from collectives.chaos.judging import judge, ranks_in
 from collectives.chaos.stage import Outcome, Report
 
@@ -40,6 +41,30 @@ def test_every_fault_comes_at_every_moment_that_it_can():
     assert {kind for kind, _ in possible} == set(plan.KINDS)
     algorithms = {plan.draw(1, n, 4).algorithm for n in range(2000)}
     assert {"ring", "direct_two_shot", "double_binary_tree", "hierarchical", None} <= algorithms
+
+
+def test_what_is_drawn_for_gpus():
+    rounds = [plan.draw(1, n, 4, "cuda") for n in range(3000)]
+    assert rounds[7] == plan.draw(1, 7, 4, "cuda")
+    possible = {(kind, m) for m, kinds in plan.POSSIBLE.items() for kind in kinds}
+    assert {(p.kind, p.moment) for p in rounds} == possible
+    assert {p.way for p in rounds} == set(verify.WAYS)
+    assert {p.elements for p in rounds} == set(plan.COUNTS_ON_GPUS)
+    known = {"direct_one_shot", "direct_two_shot", "ring", "halving_doubling", None}
+    assert known | {"double_binary_tree", "hierarchical"} <= {p.algorithm for p in rounds}
+    assert {p.device for p in rounds} == {"cuda"}
+    assert all(p.way == "" for p in (plan.draw(1, n, 4) for n in range(100)))
+
+
+def test_on_two_gpus_there_are_never_more_than_two_ranks():
+    assert {plan.draw(1, n, 2, "cuda").ranks for n in range(500)} == {2}
+
+
+def test_a_stopped_rank_goes_on_when_its_deadline_has_passed():
+    for device in ("cpu", "cuda"):
+        for one in (plan.draw(1, n, 4, device) for n in range(300)):
+            if one.kind in plan.STOPPED:
+                assert (one.stopped > one.timeout) == (one.kind == "sigcont")
 
 
 # ---- rounds -------------------------------------------------------------------------------------
@@ -108,6 +133,42 @@ def test_it_starts_its_ranks_itself():
     got = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert got.returncode == 2
     assert "start it without a launcher" in got.stderr
+
+
+def test_on_gpus_rounds_go_one_by_one():
+    got = chaos("--device", "cuda", "--jobs", 2)
+    assert got.returncode == 2
+    assert "rounds on GPUs go one by one" in got.stderr
+
+
+def test_without_a_gpu_it_says_what_is_missing():
+    if gpus.device_count()[0]:
+        pytest.skip("there is a GPU: tests/gpu/test_chaos_on_gpus.py has its tests")
+    got = chaos("--device", "cuda")
+    assert got.returncode == 2
+    assert re.search("--device cuda: .*(cupy|CUDA|GPU|driver)", got.stderr), got.stderr
+
+
+def test_a_round_may_be_the_last_for_want_of_time(tmp_path):
+    file = tmp_path / "figures.json"
+    got = chaos("--rounds", 9, "--seconds", 1e-3, "--seed", 11, "--within", 20, "--json", file)
+    assert got.returncode == 0, got.stdout + got.stderr
+    assert len(json.loads(file.read_text())["rounds"]) == 1
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_only_what_may_be_the_machine_s_doing_is_tried_again(monkeypatch, certain):
+    played = []
+
+    def run(stage):
+        played.append(stage)
+        return killed(starved=1.0, stuck=["rank 2 did not end"]) if certain else late
+
+    late = killed(starved=1.0)
+    monkeypatch.setattr(playing.Stage, "run", run)
+    one = playing.play_plan(late.plan, 0.1)
+    assert one.verdict.violations and one.again == (0 if certain else 3)
+    assert len(played) == one.again + 1
 
 
 # ---- judging ------------------------------------------------------------------------------------
@@ -234,6 +295,28 @@ def test_a_pause_raises_nothing():
     assert len(found) == 2 and all("raised because of a pause" in text for text in found), found
     calm = [r for r in killed().reports if r.what not in ("raised", "shrunk")]
     assert judge(continued("pause", DONE, reports=calm), 1.0).violations == []
+
+
+def test_on_gpus_a_closed_rank_may_have_died_and_the_ranks_show_a_mismatch_together():
+    whole = killed()
+    closed = whole._replace(plan=whole.plan._replace(kind="close"))
+    assert any("PeerDiedError" in words for words in judge(closed, 1.0).violations)
+    on_gpus = closed._replace(plan=closed.plan._replace(device="cuda"))
+    assert judge(on_gpus, 1.0).violations == []
+    reports = [
+        r._replace(facts={**r.facts, "kind": "MismatchError", "text": f"count={5 + r.rank}"})
+        if r.what == "raised"
+        else r
+        for r in whole.reports
+    ]
+    differ = whole._replace(
+        plan=whole.plan._replace(kind="mismatch", victims=(2,), ranks=3, device="cuda"),
+        reports=[*reports, *(r._replace(rank=1) for r in reports if r.rank == 0)],
+        statuses=[0, 0, 0],
+    )
+    assert judge(differ, 1.0).violations == []
+    on_host = differ._replace(plan=differ.plan._replace(device="cpu"))
+    assert len([w for w in judge(on_host, 1.0).violations if "both signatures" in w]) == 3
 
 
 def test_ranks_that_a_message_names():

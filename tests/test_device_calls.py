@@ -544,46 +544,6 @@ def test_a_message_that_waits_is_not_taken_for_mixed():
     assert cc.run_threads(2, body, timeout=100) == [20.0, 20.0]
 
 
-class _Kernels:
-    """The core of an engine whose kernels wait for a peer."""
-
-    def __init__(self):
-        self.reason = self.kind = ""
-
-    def idle(self):
-        if self.reason:
-            raise cc.AbortedError(self.reason)
-        return False
-
-    def abort(self, reason, kind="aborted"):
-        self.reason, self.kind = reason, kind
-
-
-@pytest.mark.parametrize("how", ["synchronize", "wait", "done"])
-def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host(how):
-    """`synchronize`, `Work.wait` and `Work.done` end kernels that wait, and raise the reason."""
-
-    def body(comm):
-        engine = device.DeviceEngine.__new__(device.DeviceEngine)
-        engine.core, engine.host = _Kernels(), comm._core
-        work = device.DeviceWork(engine, lambda: "a result", None)
-        with pytest.raises(cc.MismatchError, match="same side"):
-            if comm.rank == 1:
-                comm._core.enter_device_call()
-                if how == "synchronize":
-                    device.wait_for(engine, 60)
-                while how == "done" and not work.done():
-                    threading.Event().wait(0.001)
-                work.wait(60)
-            else:
-                comm.all_reduce(np.ones(4))
-        return engine.core.kind, engine.core.reason
-
-    on_host, on_gpu = cc.run_threads(2, body, timeout=100)
-    assert on_host == ("", "")
-    assert on_gpu[0] == "mismatch" and "same side" in on_gpu[1]
-
-
 def test_views_of_devices_say_where_they_are():
     assert repr(View(4096, 2, "int8", (2,), False, "cuda", None, "cuda:1", 7)).endswith(
         "cuda:1, writable)"

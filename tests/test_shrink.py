@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 
 import cases
 import launch
@@ -160,6 +161,21 @@ def test_a_rank_that_does_not_come_is_left_out_and_told():
 
     done = []
     assert outcomes(3, body) == [2, 2, "late"]
+
+
+def test_the_deadline_of_calls_is_not_that_of_shrinking():
+    """How long to wait for the others is one thing, how long their calls may be apart another."""
+
+    def body(comm):
+        comm.barrier()
+        smaller = comm.shrink(timeout=1)
+        if smaller.rank == 1:
+            time.sleep(1.3)
+        got = smaller.all_reduce(np.ones(3))
+        part = smaller.split(0)
+        return float(got[0]), smaller._bootstrap.timeout, part._core.timeout
+
+    assert cc.run_threads(2, body, timeout=60) == [(2.0, 60, 60)] * 2
 
 
 def test_what_is_asked_of_a_closed_or_lonely_one():

@@ -11,10 +11,12 @@ from typing import NamedTuple
 from ..children import die_with_parent
 from ..errors import CollectiveError
 from . import plan
+from .gauge import Gauge
 from .judging import Verdict, judge
 from .stage import Outcome, Stage
 
-# A round in which the machine let a process wait for a processor for so long says nothing of time.
+# A round in which the machine let a process wait for a processor for so long says nothing of time;
+# of wrong results and of what never ends it does.
 STARVED = 0.5  # seconds
 _AGAIN = 3
 
@@ -28,22 +30,31 @@ class Played(NamedTuple):
 
 
 class Game(NamedTuple):
-    """What is played: see the options of the command."""
+    """What is played: see the options of the command. With a gauge, on GPUs."""
 
     seed: int
     ranks: int
     within: float
+    gauge: Gauge | None = None
 
     def play(self, number: int) -> Played:
-        drawn = plan.draw(self.seed, number, self.ranks)
-        again = 0
-        while True:
-            outcome = Stage(drawn).run()
-            verdict = judge(outcome, self.within)
-            hungry = bool(verdict.violations) and outcome.starved >= STARVED
-            if not hungry or again == _AGAIN:
-                return Played(outcome, verdict, again)
-            again += 1
+        device = "cuda" if self.gauge else "cpu"
+        drawn = plan.draw(self.seed, number, self.ranks, device)
+        return play_plan(drawn, self.within, self.gauge)
+
+
+def play_plan(drawn: plan.Plan, within: float, gauge: Gauge | None = None) -> Played:
+    """A round, anew if it was not as promised and a process got no processor for long."""
+    again = 0
+    while True:
+        outcome = Stage(drawn, gauge).run()
+        verdict = judge(outcome, within)
+        wrong = [r.facts["text"] for r in outcome.reports if r.what == "wrong"]
+        certain = bool(outcome.stuck) or any(text.startswith("WrongResult") for text in wrong)
+        hungry = bool(verdict.violations) and outcome.starved >= STARVED and not certain
+        if not hungry or again == _AGAIN:
+            return Played(outcome, verdict, again)
+        again += 1
 
 
 def play(game: Game, numbers: Sequence[int], jobs: int) -> Iterator[Played]:

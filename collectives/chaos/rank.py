@@ -2,6 +2,7 @@
 
 Reports are JSON lines: {"what": ..., "at": seconds of CLOCK_MONOTONIC, ...}.
 
+    ready    CUDA has started; the rank waits until it has on all (rounds on GPUs)
     begins   the rank calls init
     armed    a victim has come to its moment; the blow follows (from the stage, for signals)
     ends     a victim ends by itself now
@@ -30,11 +31,13 @@ import numpy as np
 from ..errors import CollectiveError, MismatchError
 from ..starting import init
 from . import verify
+from .on_gpu import OnGpu
 from .plan import STOPPED
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
     from .plan import Plan
+    from .verify import Arrays
 
 # Seconds that shrink waits for a rank that lives and does not come. Who asks a server that is
 # stopped may raise so much later than who waits for a rank.
@@ -64,12 +67,18 @@ class _Calm(Exception):
 
 
 class Rank:
-    """One rank of a round."""
+    """One rank of a round.
 
-    def __init__(self, plan: Plan, rank: int, reports: int) -> None:
+    reports  a pipe that takes them
+    gate     a pipe from which comes a byte for each rank when all are ready
+    """
+
+    def __init__(self, plan: Plan, rank: int, reports: int, gate: int) -> None:
         self.plan = plan
         self.rank = rank
         self._reports = reports
+        self._gate = gate
+        self._on: Arrays = verify.OnHost()
         self._victim = rank in plan.victims
         self._starved = 0.0  # what _starved said when the last phase began
         self._continued = False  # this victim was stopped, and goes on
@@ -85,6 +94,8 @@ class Rank:
         if self._victim and plan.kind in STOPPED:
             signal.signal(signal.SIGCONT, self._continue)
         try:
+            if plan.device == "cuda":
+                self._start_cuda()
             if plan.moment == "before init" and self._victim:
                 self._blow(None)
             if plan.moment == "in init" and self._victim:
@@ -93,11 +104,19 @@ class Rank:
             comm = self._expect(self._init, "init")
             if comm is not None:
                 self._live(comm)
+            self._on.check_usable()
             self.report("done")
         except (_Raised, SystemExit):
             raise
         except BaseException as error:
             self.report("wrong", text=f"{type(error).__name__}: {error}")
+
+    def _start_cuda(self) -> None:
+        """What takes a second, and not alike on all ranks, is no part of what is tried."""
+        self._on = OnGpu(self.rank)
+        self.report("ready")
+        os.read(self._gate, 1)
+        self._starved = seconds_starved()
 
     def _init(self) -> Communicator:
         plan = self.plan
@@ -110,7 +129,7 @@ class Rank:
         plan = self.plan
 
         def works() -> bool:
-            verify.everything(comm)
+            verify.everything(self._on, comm)
             return True
 
         if not self._expect(works):
@@ -123,11 +142,11 @@ class Rank:
             comm.close()
             return None
         moments: dict[str, Callable[[Communicator], None]] = {
-            "between calls": self._between,
+            "between calls": self._stream,
             "in a call": self._stream,
             "queued calls": self._queue,
             "in a subgroup": self._subgroup,
-            "in shrink": self._between,
+            "in shrink": self._stream,
             "in init": self._stream,
             "before init": self._stream,
         }
@@ -135,7 +154,7 @@ class Rank:
         try:
             self._expect(lambda: moments[plan.moment](comm))
         except _Calm:
-            verify.everything(comm)
+            verify.everything(self._on, comm)
             return comm.close()
         if self._victim and plan.kind == "sigcont":
             return comm.close()  # the others are not to wait for it
@@ -143,22 +162,17 @@ class Rank:
 
     # ---- moments ---------------------------------------------------------------------------------
 
-    def _between(self, comm: Communicator) -> None:
-        if self.rank == self.plan.victims[0]:
-            self._blow(comm)
-        self._stream(comm, armed=False)
-
-    def _stream(self, comm: Communicator, armed: bool = True) -> None:
+    def _stream(self, comm: Communicator) -> None:
         """The plan's call, until it fails."""
         plan = self.plan
-        how = {"algorithm": plan.algorithm, "async_op": plan.async_op}
-        if armed and self._victim and plan.moment == "in a call":
+        prepared = self._on.prepare(comm, plan.call)
+        if self._victim and plan.moment == "in a call":
             self._blow(comm, later=True)
+        if plan.moment in ("between calls", "in shrink") and self.rank == plan.victims[0]:
+            self._blow(comm)
         while True:
-            got, expected = verify.call(comm, plan.collective, plan.elements, plan.dtype, **how)
-            if plan.async_op:
-                got = got.wait()
-            verify.check(got, expected, str(plan))
+            prepared.start()
+            prepared.finish(str(plan))
             self._look_for_the_end(comm)
 
     def _look_for_the_end(self, comm: Communicator) -> None:
@@ -170,23 +184,22 @@ class Rank:
 
     def _queue(self, comm: Communicator) -> None:
         """Many calls at once; all of them must end, and those that end well with what they must."""
-        plan = self.plan
-        how = {"algorithm": plan.algorithm, "async_op": True}
+        call = self.plan.call._replace(async_op=True)
+        prepared = [self._on.prepare(comm, call) for _ in range(8)]
         if self._victim:
             self._blow(comm, later=True)
         error: CollectiveError | None = None
         while error is None:
-            calls = []
+            started = []
             try:
-                for _ in range(8):
-                    calls.append(
-                        verify.call(comm, plan.collective, plan.elements, plan.dtype, **how)
-                    )
+                for one in prepared:
+                    one.start()
+                    started.append(one)
             except CollectiveError as raised:
                 error = raised
-            for work, expected in calls:
+            for one in started:
                 try:
-                    verify.check(work.wait(), expected, str(plan))
+                    one.finish(str(self.plan))
                 except CollectiveError as raised:
                     error = error or raised
         raise error
@@ -200,25 +213,31 @@ class Rank:
             part = comm.split(comm.rank % 2 if comm.size > 3 else 0)
             assert part is not None
             try:
-                got, expected = verify.call(
-                    part, plan.collective, plan.elements, plan.dtype, algorithm=plan.algorithm
-                )
-                verify.check(got, expected, str(plan))
+                verify.once(self._on, part, plan.call._replace(async_op=False), str(plan))
             finally:
                 part.close()
             self._look_for_the_end(comm)
 
     def _disagree(self, comm: Communicator) -> None:
-        """One rank makes another call; all hear of both, and the communicator works on."""
+        """One rank makes another call; all hear of both, and the communicator works on. On GPUs a
+        new one does.
+        """
         plan = self.plan
-        count = plan.elements + (comm.size if self._victim else 0)
+        more = plan.elements + comm.size
+        elements = more if self._victim else plan.elements
+        # (Symmetric buffers have one size on all ranks.)
+        call = plan.call._replace(elements=elements, room=more, async_op=False)
         try:
-            verify.call(comm, plan.collective, count, plan.dtype, algorithm=plan.algorithm)
+            verify.once(self._on, comm, call, str(plan))
         except MismatchError as error:
             self._raised(error, "call")
         else:
             self.report("wrong", text="ranks disagreed, and no MismatchError was raised")
-        verify.everything(comm)
+        verify.everything(verify.OnHost(), comm)
+        if plan.device == "cuda":
+            twin = comm.duplicate()
+            verify.everything(self._on, twin)
+            twin.close()
         comm.close()
 
     # ---- the blow --------------------------------------------------------------------------------
@@ -293,10 +312,10 @@ class Rank:
                 current.close()
             current = new
             try:
-                verify.everything(current)
+                verify.everything(self._on, current)
                 # Until the second victim has been hit, whoever came that far goes round again.
                 while second or (in_shrink and current.size > len(plan.survivors)):
-                    verify.everything(current)
+                    verify.everything(self._on, current)
                 break
             except CollectiveError as error:
                 if attempts == _ATTEMPTS:

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from ..bootstrap import Server, listen
 from ..children import die_with_parent
+from .gauge import Gauge
 from .plan import STOPPED, Plan
 from .rank import Rank, seconds_starved
 
-_LIMIT = 60.0  # seconds of a round; far above what any may take
+_LIMIT = {"cpu": 60.0, "cuda": 120.0}  # seconds of a round; far above what any may take
 _LEAVING = 5.0  # seconds for a rank whose reports have ended
 _DUMPING = 1.0  # seconds for a stuck rank to write its flight recorder
 
@@ -59,19 +60,23 @@ class Outcome(NamedTuple):
 
 
 class Stage:
-    """One round."""
+    """One round; with a `gauge`, the memory of GPUs is looked after too."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, gauge: Gauge | None = None) -> None:
         self._plan = plan
+        self._gauge = gauge
         self._reports: list[Report] = []
         self._blows: dict[int, float] = {}
         self._pending: list[tuple[float, int]] = []  # (when, rank) of blows to be dealt
         self._pids: list[int] = []
         self._pipes: dict[int, int] = {}  # descriptor -> rank
         self._partial: dict[int, bytes] = {}
+        self._gate = (-1, -1)
+        self._awaited = set(range(plan.ranks)) if plan.device == "cuda" else set[int]()
 
     def run(self) -> Outcome:
         before, starved = _traces(), seconds_starved()
+        free = self._gauge.free() if self._gauge else []
         began = time.monotonic()
         # Bound and not listening, so the port is ours until rank 0 listens on it.
         reserved = socket.socket()
@@ -79,6 +84,7 @@ class Stage:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         secret = secrets.token_hex(16)
+        self._gate = os.pipe()
         stuck: list[str] = []
         with tempfile.TemporaryDirectory(prefix="collectives-chaos-") as folder:
             server = 0
@@ -90,17 +96,19 @@ class Stage:
                     listener.close()
                 for rank in range(self._plan.ranks):
                     self._start(rank, port, secret, folder)
-                self._watch(began + _LIMIT)
+                self._watch(began + _LIMIT[self._plan.device])
                 stuck = self._end_stuck(Path(folder))
             finally:
                 statuses = [_reap(pid, kill=True) for pid in self._pids]
                 if server:
                     _reap(server, kill=True)
                 reserved.close()
-                for descriptor in self._pipes:
+                for descriptor in (*self._pipes, *self._gate):
                     os.close(descriptor)
         seconds = time.monotonic() - began
         left = [f"{name} is left" for name in sorted(_traces() - before)]
+        if self._gauge:
+            left += [f"{words} are not free again" for words in self._gauge.lost(free)]
         hungry = [r.facts["starved"] for r in self._reports if "starved" in r.facts]
         hungry.append(seconds_starved() - starved)
         return Outcome(
@@ -170,7 +178,7 @@ class Stage:
             )
             actor.run()
 
-        actor = Rank(self._plan, rank, theirs)
+        actor = Rank(self._plan, rank, theirs, self._gate[0])
         self._pids.append(self._fork(body, lambda: actor.report("ends")))
         os.close(theirs)
         self._pipes[ours] = rank
@@ -191,8 +199,16 @@ class Stage:
                 data = os.read(descriptor, 1 << 16)
                 if not data:
                     open_pipes.discard(descriptor)
+                    self._ready(self._pipes[descriptor])
                 self._take(descriptor, data)
             self._deal()
+
+    def _ready(self, rank: int) -> None:
+        """The rank has started CUDA, or never will. The last one opens the gate."""
+        if self._awaited:
+            self._awaited.discard(rank)
+            if not self._awaited:
+                os.write(self._gate[1], b"." * self._plan.ranks)
 
     def _hit_for_good(self) -> set[int]:
         return set(self._blows) if self._plan.kind == "sigstop" else set()
@@ -203,7 +219,9 @@ class Stage:
             facts = json.loads(line)
             report = Report(self._pipes[descriptor], facts.pop("what"), facts.pop("at"), facts)
             self._reports.append(report)
-            if report.what == "armed":
+            if report.what == "ready":
+                self._ready(report.rank)
+            elif report.what == "armed":
                 self._pending.append((report.at + self._plan.delay, report.rank))
             elif report.what == "ends":
                 # One that raises ends when Python has left: the last report counts.
@@ -219,7 +237,7 @@ class Stage:
             self._blows[rank] = time.monotonic()
             os.kill(self._pids[rank], signal.SIGKILL if kind == "sigkill" else signal.SIGSTOP)
             if kind in STOPPED:
-                self._pending.append((time.monotonic() + STOPPED[kind], rank))
+                self._pending.append((time.monotonic() + self._plan.stopped, rank))
 
     def _end_stuck(self, folder: Path) -> list[str]:
         """Ranks that should have ended and have not: what their flight recorders say."""

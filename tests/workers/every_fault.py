@@ -6,6 +6,8 @@ every_fault.py moments            every fault at every moment that it can come a
 every_fault.py algorithms KIND [COLLECTIVE]
                                   the fault KIND in the middle of a large call, of every algorithm
                                   of every collective, or of one
+every_fault.py gpus JOBS          rounds on GPUs, JOBS at a time: most kinds of faults and moments,
+                                  and every way of calling
 """
 
 from __future__ import annotations
@@ -14,14 +16,12 @@ import os
 import sys
 
 from collectives.chaos import plan, playing, table
-from collectives.chaos.judging import judge
-from collectives.chaos.stage import Stage
+from collectives.chaos.gauge import Gauge
 from collectives.schedule import algorithms, why_unsupported
 
 RANKS = 3
 WITHIN = 20.0  # seconds: tests share their machine
 AT_A_TIME = 8  # most of a round is waiting
-AGAIN = 3  # a round in which a process got no processor for long is played again
 
 BASE = plan.draw(0, 0, RANKS)._replace(
     ranks=RANKS,
@@ -78,22 +78,62 @@ def of_algorithms(kind: str, *only: str) -> list[plan.Plan]:
     ]
 
 
+# Fault, moment, algorithm, collective, elements, way.
+ON_GPUS: tuple[tuple[str, str, str | None, str, int, str], ...] = (
+    ("sigkill", "in a call", "direct_two_shot", "all_reduce", 600_000, "symmetric graph"),
+    ("sigkill", "in a call", "ring", "all_reduce", 70_000, "graph"),
+    ("sigkill", "in shrink", None, "all_reduce", 5_000, "stream"),
+    ("exit", "queued calls", None, "all_to_all", 1, "stream"),  # of no elements
+    ("raise", "in a subgroup", None, "all_gather", 5_000, "symmetric"),
+    ("close", "between calls", None, "all_reduce", 70_000, "stream"),
+    ("abort", "in a call", "direct_two_shot", "all_reduce", 70_000, "graph"),
+    ("mismatch", "between calls", "ring", "all_reduce", 70_000, "symmetric"),
+    ("sigstop", "between calls", "direct_two_shot", "reduce_scatter", 70_000, "symmetric"),
+)
+
+
+def on_gpus() -> list[plan.Plan]:
+    found = []
+    for number, (kind, moment, algorithm, collective, elements, way) in enumerate(ON_GPUS):
+        waits = kind in ("sigstop", "sigcont")
+        found.append(
+            BASE._replace(
+                kind=kind,
+                moment=moment,
+                # In shrink, rank 1 dies first, so that there is something to shrink.
+                victims=(1, 0) if moment == "in shrink" else (number % RANKS,),
+                timeout=3.0 if waits else 30.0,
+                server="apart",
+                collective=collective,
+                algorithm=algorithm,
+                elements=elements,
+                async_op=number % 2 == 1,
+                device="cuda",
+                way=way,
+            )
+        )
+    return found
+
+
+def chosen(what: str, *more: str) -> list[plan.Plan]:
+    if what == "gpus":
+        return on_gpus()
+    return moments() if what == "moments" else of_algorithms(*more)
+
+
 def main() -> None:
     what = sys.argv[1]
-    plans = moments() if what == "moments" else of_algorithms(*sys.argv[2:])
-    plans = [one._replace(number=number) for number, one in enumerate(plans)]
+    plans = [one._replace(number=n) for n, one in enumerate(chosen(*sys.argv[1:]))]
+    jobs = int(sys.argv[2]) if what == "gpus" else AT_A_TIME
+    # Of rounds that go on at a time nobody can tell whose the memory is.
+    gauge = Gauge() if what == "gpus" and jobs == 1 else None
 
     def play(number: int) -> playing.Played:
-        again = 0
-        while True:
-            outcome = Stage(plans[number]).run()
-            verdict = judge(outcome, WITHIN)
-            hungry = bool(verdict.violations) and outcome.starved >= playing.STARVED
-            if not hungry or again == AGAIN:
-                return playing.Played(outcome, verdict, again)
-            again += 1
+        return playing.play_plan(plans[number], WITHIN, gauge)
 
-    rounds = list(playing.play_all(play, range(len(plans)), AT_A_TIME))
+    rounds = list(playing.play_all(play, range(len(plans)), jobs))
+    if gauge:
+        gauge.close()
     for one in rounds:
         if one.verdict.violations:
             print(table.round_as_text(one))

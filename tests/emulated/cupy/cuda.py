@@ -11,6 +11,7 @@ from collectives import _core
 
 _cuda = ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
 _here = threading.local()
+_MEMORY = 1 << 30  # bytes of a GPU
 
 
 def _check(error: int) -> None:
@@ -186,10 +187,15 @@ class runtime:
         return count.value
 
     @staticmethod
+    def memGetInfo() -> tuple[int, int]:
+        """Nothing is counted: all of it is free."""
+        return _MEMORY, _MEMORY
+
+    @staticmethod
     def getDeviceProperties(device: int) -> dict[str, Any]:
         return {
             "name": f"emulated GPU {device}".encode(),
-            "totalGlobalMem": 1 << 30,
+            "totalGlobalMem": _MEMORY,
             "multiProcessorCount": 1,
             "major": 9,
             "minor": 0,
