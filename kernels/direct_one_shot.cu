@@ -17,9 +17,13 @@
 //
 // All combine in rank order and so get equal bits; narrow floats are rounded once. Cost: one
 // crossing of the link, 2.5 µs or so; a share of S bytes is 2 S bytes as packets, 16/15 S as lines.
+//
+// direct_two_shot's all_reduce in lines (two_shot_lines.cuh) is compiled here too, since each
+// reduction that they share takes long to.
 #include "cuda_call.hpp"
 #include "launch.cuh"
 #include "parcels.cuh"
+#include "two_shot_lines.cuh"
 
 namespace collectives::device {
 namespace {
@@ -209,6 +213,20 @@ int one_shot_residency(OneShotResidency* blocks) {
   if (const int error = residency<Lines>(&lines)) return error;
   *blocks = {min(packets.whole, lines.whole), min(packets.shares, lines.shares), 0};
   return 0;
+}
+
+int launch_two_shot_lines(const OneShotCall& call, int blocks, void* stream) {
+  const Kernel kernel = with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
+    return two_shot_lines_kernel<typename decltype(sum)::Type>;
+  });
+  return launch(kernel, {blocks, static_cast<int>(call.threads), call.early}, stream, call);
+}
+
+int two_shot_lines_residency(int* blocks) {
+  return residency_of<OneShotCall>(
+      {two_shot_lines_kernel<Float32Sum>, two_shot_lines_kernel<Bfloat16Sum>,
+       two_shot_lines_kernel<Float16Sum>, two_shot_lines_kernel<void>},
+      blocks);
 }
 
 }  // namespace collectives::device

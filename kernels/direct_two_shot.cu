@@ -19,9 +19,12 @@
 //
 // Cost: two crossings of the link, 10 to 12 µs with the start; 2 (n - 1) / n S bytes sent; none are
 // copied twice on the link. Through FIFOs each byte is also written to and read from own memory.
-// Few blocks do what needs no FIFO by bulk copies (bulk.cuh).
+// Few blocks do what needs no FIFO by bulk copies (bulk.cuh). Calls with a root have a kernel of
+// their own (rooted.cuh); all are compiled here, since each reduction that they share takes long
+// to.
 #include "bulk.cuh"
 #include "launch.cuh"
+#include "rooted.cuh"
 #include "shares.cuh"
 
 namespace collectives::device {
@@ -175,6 +178,13 @@ int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
   return launch(kernel_of(call), {blocks, kCrewThreads, false, shared_bytes}, stream, call);
 }
 
+int launch_rooted(const TwoShotCall& call, int blocks, void* stream) {
+  const Kernel kernel = with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
+    return rooted_kernel<typename decltype(sum)::Type>;
+  });
+  return launch(kernel, {blocks, kCrewThreads}, stream, call);
+}
+
 namespace {
 const auto kKernels = {two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>,
                        two_shot_kernel<Float16Sum>, two_shot_kernel<void>};
@@ -182,6 +192,12 @@ const auto kKernels = {two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>
 
 int two_shot_residency(int* blocks) {
   return residency_of<TwoShotCall>(kKernels, blocks, kCrewThreads);
+}
+
+int rooted_residency(int* blocks) {
+  return residency_of<TwoShotCall>({rooted_kernel<Float32Sum>, rooted_kernel<Bfloat16Sum>,
+                                    rooted_kernel<Float16Sum>, rooted_kernel<void>},
+                                   blocks, kCrewThreads);
 }
 
 int allow_bulk() {

@@ -50,7 +50,7 @@ MUTANTS = (
         "test_results_wait_for_all or test_hurried_blocks",
     ),
     Mutant(
-        "results looked for where contributions are", "two_shot_lines.cu",
+        "results looked for where contributions are", "two_shot_lines.cuh",
         "const u64 wanted = call_.parcels + min(", "const u64 wanted = min(",
         "test_two_shot and lines-any-3",
     ),

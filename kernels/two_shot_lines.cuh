@@ -16,20 +16,16 @@
 // buffers, by parity, are enough, as in one shot.
 //
 // Cost: two crossings of the link, 5 µs or so; 16/15 · 2 (n - 1) / n S bytes sent.
-#include "cuda_call.hpp"
-#include "launch.cuh"
+#pragma once
+
 #include "parcels.cuh"
 
 namespace collectives::device {
-namespace {
-
-constexpr int kUnits = Lines::kUnits;
-constexpr int kTogether = 4;  // lines to or from different peers that are in flight together
 
 template <class A>
-class Steps {
+class TwoSteps {
  public:
-  __device__ explicit Steps(const OneShotCall& call)
+  __device__ explicit TwoSteps(const OneShotCall& call)
       : call_(call),
         world_(call.world),
         first_((blockIdx.x * blockDim.x + threadIdx.x) / Lines::kHands),
@@ -49,6 +45,9 @@ class Steps {
   }
 
  private:
+  static constexpr int kUnits = Lines::kUnits;
+  static constexpr int kTogether = 4;  // lines to or from different peers in flight together
+
   __device__ int peer(int k) const { return (world_.rank + k) % world_.nranks; }
   // A warp goes through its lines together; of these, some may be behind the end.
   __device__ bool goes_on(u64 number) const { return number - lines_.ahead() < call_.parcels; }
@@ -147,31 +146,13 @@ class Steps {
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     two_shot_lines_kernel(const __grid_constant__ OneShotCall call) {
-  Steps<A> steps(call);
+  TwoSteps<A> steps(call);
   wait_for_previous();
   if (call.early) let_next_start();
   steps.load_first();
   const Entry entry = enter(call.world);
   if (!__any_sync(Lines::kTogether, has_left(call.world, entry))) steps.run(entry.epoch);
   finish_call(call.world, entry.epoch);
-}
-
-using Kernel = void (*)(OneShotCall);
-
-}  // namespace
-
-int launch_two_shot_lines(const OneShotCall& call, int blocks, void* stream) {
-  const Kernel kernel = with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
-    return two_shot_lines_kernel<typename decltype(sum)::Type>;
-  });
-  return launch(kernel, {blocks, static_cast<int>(call.threads), call.early}, stream, call);
-}
-
-int two_shot_lines_residency(int* blocks) {
-  return residency_of<OneShotCall>(
-      {two_shot_lines_kernel<Float32Sum>, two_shot_lines_kernel<Bfloat16Sum>,
-       two_shot_lines_kernel<Float16Sum>, two_shot_lines_kernel<void>},
-      blocks);
 }
 
 }  // namespace collectives::device

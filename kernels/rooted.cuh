@@ -15,13 +15,13 @@
 //
 // Cost: two crossings of the link, 10 to 12 µs with the start; each rank sends and gets at most S
 // bytes, the array's, of which each is also written to and read from own memory.
-#include "launch.cuh"
+#pragma once
+
 #include "shares.cuh"
 
 namespace collectives::device {
-namespace {
 
-struct Shared {
+struct RootedShared {
   Job hand_on[2];  // of this chunk, and of the next
   Crew crew;
 };
@@ -29,7 +29,7 @@ struct Shared {
 template <class A>
 class Rooted : public Sharing<A> {
  public:
-  __device__ Rooted(const TwoShotCall& call, u64 epoch, Shared& shared)
+  __device__ Rooted(const TwoShotCall& call, u64 epoch, RootedShared& shared)
       : Sharing<A>(call, epoch, shared.crew),
         shared_(shared),
         reduces_(call.gather != Gather::none),
@@ -121,36 +121,19 @@ class Rooted : public Sharing<A> {
     return tell(false, owns(peer_));
   }
 
-  Shared& shared_;
+  RootedShared& shared_;
   bool reduces_, at_root_, pushes_, hands_on_, collects_;
 };
 
 template <class A>
 __global__ void __launch_bounds__(kCrewThreads, 1)
     rooted_kernel(const __grid_constant__ TwoShotCall call) {
-  __shared__ Shared shared;
+  __shared__ RootedShared shared;
   const Entry entry = enter(call.world);
   Rooted<A> strand(call, entry.epoch, shared);
   strand.load();
   if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
   finish_call(call.world, entry.epoch);
-}
-
-using Kernel = void (*)(TwoShotCall);
-
-}  // namespace
-
-int launch_rooted(const TwoShotCall& call, int blocks, void* stream) {
-  const Kernel kernel = with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
-    return rooted_kernel<typename decltype(sum)::Type>;
-  });
-  return launch(kernel, {blocks, kCrewThreads}, stream, call);
-}
-
-int rooted_residency(int* blocks) {
-  return residency_of<TwoShotCall>({rooted_kernel<Float32Sum>, rooted_kernel<Bfloat16Sum>,
-                                    rooted_kernel<Float16Sum>, rooted_kernel<void>},
-                                   blocks, kCrewThreads);
 }
 
 }  // namespace collectives::device
