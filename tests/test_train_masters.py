@@ -255,8 +255,8 @@ def test_masters_are_not_rounded_in_silence(tmp_path):
 
 @pytest.mark.torch
 def test_modules_of_torch_and_its_optimizers():
-    """A module in bfloat16: ours is the same in all stages; torch's AdamW keeps what it is given,
-    and steps as it does alone.
+    """A module in bfloat16: ours is the same in all stages; torch's SGD is given parameters and
+    clipped gradients, rounded once, and steps as it does alone.
     """
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
@@ -272,34 +272,36 @@ def test_modules_of_torch_and_its_optimizers():
         return net(x).float().square().mean()
 
     def theirs(net):
-        return torch.optim.AdamW(net.parameters(), lr=1e-2)
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
     def body(comm, ours, stage, masters):
         net = module()
         optimizer = AdamW(lr=1e-2) if ours else theirs(net)
         trainer = Trainer(
             net, optimizer, comm, loss=loss, sharding=stage, master_weights=masters,
-            bucket_bytes=1000, first_bucket_bytes=1000,
+            clip_norm=0.02, bucket_bytes=1000, first_bucket_bytes=1000,
         )  # fmt: skip
-        for _ in range(5):
-            trainer.step(batch)
-        return trainer.nbytes(), trainer.parameters()
+        norms = [trainer.step(batch).grad_norm for _ in range(5)]
+        return trainer.nbytes(), trainer.parameters(), norms
 
     def run(*how):
         return cc.run_threads(2, body, *how, timeout=60)[0]
 
     found = [models.bits(run(True, stage, False)[1]) for stage in range(4)]
     assert all(f == found[0] for f in found)
+    sizes, parameters, norms = run(False, 0, False)
+    assert sizes["state"] == 0  # but what torch keeps
     net = module()
     optimizer = theirs(net)
-    for _ in range(5):
+    for norm in norms:
+        assert norm > 0.02
         optimizer.zero_grad()
         loss(net, batch).backward()
+        for p in net.parameters():
+            p.grad = (p.grad.float() * (0.02 / norm)).to(torch.bfloat16)
         optimizer.step()
-    sizes, parameters = run(False, 0, False)
-    assert sizes["state"] == 0  # but what torch keeps
     for name, x in parameters.items():
         assert (x.astype(np.float32) == net.get_parameter(name).detach().float().numpy()).all()
-    sizes, parameters = run(False, 0, True)
+    sizes, parameters, _ = run(False, 0, True)
     assert sizes["state"] == 4 * 31 * 40
     assert all(x.dtype == np.float32 for x in parameters.values())
