@@ -3,15 +3,17 @@
     python -m collectives run -n 2 bench/train_gpu.py [--json bench/results/train-gpu-2.json]
 
 A decoder of about 355 million parameters (24 layers of width 1024, tied embeddings; `--model` takes
-another) in bfloat16, AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. One way is set up at
-a time, since all together would not fit; the ways take turns, forth and back (see turns.py),
-`--rounds` times or as often as fits in `--seconds`, and the first steps of each turn are not
-counted. The file is written after each turn. "alone" is the same model and step on each GPU by
-itself, in plain torch and in the trainer on one rank. Exposed communication is the median of a way
-less that of its "alone", scaling efficiency their ratio (so stages 1 to 3, whose ranks step a part
-of the parameters, are given the time that this saves). Losses of all ways are compared before
-anything is told. Every step is as long as the slowest rank takes. --small is a tiny model on CPUs
-over Gloo, to try the script.
+another) in bfloat16, AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. Parameters and both
+moments are bfloat16 in all ways, as torch's AdamW keeps them; `--master-weights` gives the trainer
+what it has unless it is told otherwise, float32 masters and moments. One way is set up at a time,
+since all together would not fit; the ways take turns, forth and back (see turns.py), `--rounds`
+times or as often as fits in `--seconds`, and the first steps of each turn are not counted. The file
+is written after each turn. "alone" is the same model and step on each GPU by itself, in plain torch
+and in the trainer on one rank. Exposed communication is the median of a way less that of its
+"alone", scaling efficiency their ratio (so stages 1 to 3, whose ranks step a part of the
+parameters, are given the time that this saves). Losses of all ways are compared before anything is
+told. Every step is as long as the slowest rank takes. --small is a tiny model on CPUs over Gloo, to
+try the script.
 """
 
 from __future__ import annotations
@@ -95,8 +97,11 @@ class OurStep:
 class Bench:
     """What all ways have in common on this rank."""
 
-    def __init__(self, comm: cc.Communicator, layers: int, width: int, small: bool) -> None:
+    def __init__(
+        self, comm: cc.Communicator, layers: int, width: int, *, small: bool, masters: bool
+    ) -> None:
         self.comm, self.layers, self.width, self.small = comm, layers, width, small
+        self.masters = masters
         self.device = torch.device("cpu")
         if not small:
             self.device = torch.device("cuda", comm.local_rank)
@@ -153,7 +158,8 @@ class Bench:
         return self.torch_step(model)
 
     def ours(self, stage: int, comm: cc.Communicator) -> OurStep:
-        return OurStep(Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, sharding=stage))
+        settings: dict[str, Any] = {"sharding": stage, "master_weights": self.masters}
+        return OurStep(Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, **settings))
 
     def turn(self, make: Callable[[], Any], batch: Batch, steps: int, warm: int) -> dict[str, Any]:
         """Seconds of `steps` steps, peak bytes, and the loss of the first."""
@@ -197,12 +203,16 @@ def main() -> None:
     parser.add_argument("--batches", default="4x1024,1x256", help="sequences x tokens a rank")
     parser.add_argument("--model", default="24x1024", help="layers x width, in heads of 64")
     parser.add_argument("--ways", help="only those whose names hold one of these, by commas")
+    parser.add_argument(
+        "--master-weights", action="store_true", help="the trainer keeps float32 masters and state"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     until = None if args.seconds is None else time.monotonic() + args.seconds
     with cc.init() as comm:
-        bench = Bench(comm, *map(int, args.model.split("x")), args.small)
+        layers, width = map(int, args.model.split("x"))
+        bench = Bench(comm, layers, width, small=args.small, masters=args.master_weights)
         ways: dict[str, Callable[[], Any]] = {"torch alone": bench.alone, "torch DDP": bench.ddp}
         ways["torch FSDP2"] = bench.fsdp2
         ways["collectives alone"] = lambda: bench.ours(0, bench.solo)

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parent.parent / "bench" / "train_gpu.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_all_ways_are_told(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "more"), [(1, ["--master-weights"]), (2, [])])
+def test_all_ways_are_told(ranks, more, tmp_path):
     told = tmp_path / "told.json"
     command = [sys.executable, "-m", "collectives", "run", "-n", str(ranks), str(SCRIPT), "--small"]
-    command += ["--rounds", "1", "--steps", "2", "--warm", "0", "--batches", "1x16"]
+    command += ["--rounds", "1", "--steps", "2", "--warm", "0", "--batches", "1x16", *more]
     done = subprocess.run(
         [*command, "--json", str(told)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -31,6 +31,17 @@ def test_seven_billion_parameters(capsys):
     assert "(N-1)/N x 14 GB gradients + 2 x (N-1)/N x 14 GB parameters = 36.75 GB" in text
 
 
+def test_without_master_weights(capsys):
+    """2 bytes each of parameter, gradient and two moments; in float32 there are no masters."""
+    seven = ("--params", "7e9", "--ranks", "8")
+    assert "12 (optimizer state: 4 master weights + 2 x 4) = 16 bytes" in told(capsys, *seven)
+    text = told(capsys, *seven, "--no-master-weights")
+    assert "4 (optimizer state: 2 x 2) = 8 bytes a parameter, 56 GB unsharded" in text
+    assert "ZeRO-1  4 P + 4 P / 8 = 28 + 28/8 = 31.5 GB" in text
+    wide = (*seven, "--precision", "float32")
+    assert told(capsys, *wide) == told(capsys, *wide, "--no-master-weights")
+
+
 def test_the_figures_of_the_paper():
     """Figure 1: 7.5 B parameters on 64 ranks, GB: 120, 31.4, 16.6, 1.9."""
     memory = [s.memory / 1e9 for s in plan(Job(7.5e9, 64))]
@@ -61,17 +72,18 @@ def test_time_and_efficiency():
     assert again.seconds == pytest.approx(compute * 4 / 3)
 
 
-def test_a_trainer_holds_what_is_planned():
-    """float32 with Adam, on 4 ranks."""
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_trainer_holds_what_is_planned(precision, masters):
+    """With Adam, on 4 ranks."""
 
     def body(comm):
         params = {f"w{i}": np.zeros(4096, np.float32) for i in range(8)}
-        return [
-            sum(Trainer(print, Adam(lr=1), comm, params=params, sharding=s).nbytes().values())
-            for s in range(4)
-        ]
+        how = {"params": params, "precision": precision, "master_weights": masters}
+        trainers = [Trainer(print, Adam(lr=1), comm, sharding=s, **how) for s in range(4)]
+        return [sum(trainer.nbytes().values()) for trainer in trainers]
 
-    planned = [s.memory for s in plan(Job(8 * 4096, 4, precision="float32"))]
+    planned = [s.memory for s in plan(Job(8 * 4096, 4, precision=precision, masters=masters))]
     assert cc.run_threads(4, body, timeout=30) == [planned] * 4
 
 
@@ -103,6 +115,10 @@ def test_quantities_may_have_units(capsys):
         ("--params 1e9 --ranks 6 --node 4", "6 ranks are no whole nodes of 4"),
         ("--params 1e9 --ranks 6 --hybrid", "--hybrid needs --node"),
         ("--params 1e9 --ranks 2 --optimizer adma", "did you mean 'adam'"),
+        (
+            "--params 1e9 --ranks 2 --precision fp16 --no-master-weights",
+            "second moments in float16",
+        ),
         ("--params 1e9 --ranks 2 --overlap 2", "no share between 0 and 1"),
         ("--params 7X --ranks 2", "no positive number such as 7e9 or 7B"),
         ("--params 1e9 --ranks 2 --bandwidth 400Gb", "did you mean"),

@@ -15,28 +15,47 @@ from collectives.train import LAMB, fused, norms
 from collectives.train.norms_on_gpu import EXACT
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
-C_TYPES = {"float32": "float", "float64": "double", "bfloat16": "unsigned short"}
+C_TYPES = {"float32": "float", "float64": "double", "uint16": "unsigned short"}
+# As cupy's: to nearest, ties to even.
+HALF = """
+struct float16 {
+  unsigned short bits;
+  explicit operator float() const {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float size = exponent ? std::ldexp(mantissa + 1024.f, exponent - 25)
+                                : std::ldexp((float)mantissa, -24);
+    return bits >> 15 ? -size : size;
+  }
+  explicit float16(float value) {
+    int exponent;
+    std::frexp(value, &exponent);
+    if (exponent < -13) exponent = -13;
+    const int mantissa = (int)std::nearbyint(std::ldexp(std::fabs(value), 11 - exponent));
+    const int size = ((exponent + 13) << 10) + mantissa;
+    bits = (unsigned short)((std::signbit(value) ? 0x8000 : 0) | (size < 0x7c00 ? size : 0x7c00));
+  }
+};
+"""
 
 
-def on_host(folder, name, states, numbers, wide, grad, used):
+def on_host(folder, name, arrays, numbers):
     """The kernel as a function over pointers: cupy's loop, here written out."""
-    reads, writes, body = fused.text(name, tuple(states), tuple(numbers), grad, used)
-    kinds = {"T": C_TYPES[wide], "G": C_TYPES[grad], "U": C_TYPES[used or wide]}
-    kinds["uint16"] = "unsigned short"
+    kinds = tuple((key, x.dtype.name) for key, x in arrays.items())
+    reads, writes, body = fused.text(name, kinds, tuple(numbers))
 
     def typed(text):
         return [part.strip().split(" ") for part in text.split(",")]
 
     (g_type, _), *scalars = typed(reads)
-    arrays = typed(writes)
-    head = [f"const {kinds[g_type]}* g_", f"const {kinds['T']}* numbers_"]
-    head += [f"{kinds[t]}* {n}_" for t, n in arrays]
-    lines = ["#include <cmath>", "#define __device__", "using std::sqrt;", fused.PREAMBLE]
-    lines += [f"using {t} = {c};" for t, c in kinds.items()]
+    written = typed(writes)
+    head = [f"const {g_type}* g_", f"const {scalars[0][0]}* numbers_"]
+    head += [f"{t}* {n}_" for t, n in written]
+    lines = ["#include <cmath>", "#define __device__", "using std::sqrt;", fused.PREAMBLE, HALF]
+    lines += [f"using {t} = {c};" for t, c in C_TYPES.items()]
     lines += [f'extern "C" void run(long n, {", ".join(head)}) {{']
-    lines += [f"const T {n} = numbers_[{i}];" for i, (_, n) in enumerate(scalars)]
+    lines += [f"const auto {n} = numbers_[{i}];" for i, (_, n) in enumerate(scalars)]
     lines += ["for (long i = 0; i < n; ++i) {", "const auto g = g_[i];"]
-    lines += [f"auto& {n} = {n}_[i];" for _, n in arrays]
+    lines += [f"auto& {n} = {n}_[i];" for _, n in written]
     lines += [body, "} }"]
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text("\n".join(lines))
@@ -46,23 +65,36 @@ def on_host(folder, name, states, numbers, wide, grad, used):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("kinds", [("float32", "bfloat16"), ("float64", "float64")], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "float16", "float16"),
+        ("float64", "float64", "float64"),
+        ("bfloat16", "bfloat16", None),
+        ("bfloat16", "float32", None),
+        ("float16", "float16", None),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path):
-    wide, low = kinds
+    """Dtypes are those of what is kept, of gradients, and of parameters as they are used."""
+    kept, low, to = kinds
     random = np.random.default_rng(3)
-    w, *state = (random.normal(size=1000).astype(wide) for _ in range(3))
+    w, *state = (random.normal(size=1000).astype(numpy_dtype(kept)) for _ in range(3))
+    w[:20] = w[:20] * w.dtype.type(1e-6)  # less than a normal float16
     states = dict(zip(optimizer.slots, map(np.abs, state), strict=False))
     g = random.normal(size=1000).astype(numpy_dtype(low))
     coefficient, lr, step = 0.37, 0.05, 3
-    wanted, theirs = w.copy(), {k: v.copy() for k, v in states.items()}
-    x = g.astype(wide) * np.dtype(wide).type(coefficient)
+    wide = np.float64 if kept == "float64" else np.float32
+    wanted, theirs = w.astype(wide), {k: v.astype(wide) for k, v in states.items()}
+    x = g.astype(wide) * wide(coefficient)
     work = np.empty_like(x)
-    used = np.empty(1000, g.dtype)
     if isinstance(optimizer, LAMB):
         name, numbers = optimizer.direction_on_gpu(step)
         optimizer.direction(wanted, x, theirs, step, work)
-        states["direction"], theirs["direction"] = np.empty_like(w), x
+        states["direction"], theirs["direction"] = np.empty_like(x), x
     else:
         name, numbers = optimizer.on_gpu(lr, step)
         if optimizer.layerwise:
@@ -71,14 +103,18 @@ def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path):
             optimizer.update(wanted, x, theirs, lr, step, work)
         if name == "sgd":
             states, theirs = {}, {}
-    run = on_host(tmp_path, name, states, numbers, wide, low, low)
+    arrays = {"g": g, "w": w, **states}
+    if to is not None:
+        arrays["used"] = np.empty(1000, numpy_dtype(to))
+    run = on_host(tmp_path, name, arrays, numbers)
     scalars = np.array([coefficient, *numbers.values()], wide)
-    pointers = [a.ctypes.data for a in (g, scalars, w, *states.values(), used)]
+    pointers = [a.ctypes.data for a in (g, scalars, *list(arrays.values())[1:])]
     run(ctypes.c_long(w.size), *map(ctypes.c_void_p, pointers))
-    assert w.tobytes() == wanted.tobytes()
-    assert used.tobytes() == wanted.astype(used.dtype).tobytes()
+    assert w.tobytes() == wanted.astype(w.dtype).tobytes()
+    if to is not None:
+        assert arrays["used"].tobytes() == wanted.astype(numpy_dtype(to)).tobytes()
     for key, value in states.items():
-        assert value.tobytes() == theirs[key].tobytes(), key
+        assert value.tobytes() == theirs[key].astype(value.dtype).tobytes(), key
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -64,6 +64,7 @@ def test_gradients_that_are_not_finite(mode, bad):
         ({"accumulate": 2}, "setting 'accumulate'"),
         ({"reduce_every": "micro-batch"}, "setting 'reduce_every'"),
         ({"precision": "bf16"}, "setting 'precision'"),
+        ({"master_weights": False}, "setting 'master_weights' is true on ranks 0, 2; false on"),
         ({"schedule": Steps((1,))}, "setting 'schedule'"),
         ({"groups": [{"params": ["b*"], "lr": 1.0}]}, "setting 'optimizer'"),
         ({"params": models.parameters("float64")}, "parameter 'w1' is"),

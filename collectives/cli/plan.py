@@ -12,13 +12,14 @@ from pathlib import Path
 
 from ..drawing import PALETTE
 from ..simulate import quantities
-from ..train.plan import BYTES, STATES, Job, Stage, bytes_per_parameter, plan
+from ..train.plan import BYTES, STATES, Job, Stage, bytes_per_parameter, plan, state_words
 from . import _common
 
 EXAMPLES = """\
 examples:
   python -m collectives plan --params 7e9 --ranks 8
   python -m collectives plan --params 7e9 --ranks 64 --node 8 --hybrid
+  python -m collectives plan --params 7e9 --ranks 8 --no-master-weights
   python -m collectives plan --params 370e6 --ranks 2 --tokens 1024 --micro 4 \\
       --flops 300e12 --bandwidth 350e9 --png plan.png
 """
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimizer", type=_common.one_of("optimizer", STATES), default="adam", help="(adam)"
+    )
+    parser.add_argument(
+        "--no-master-weights",
+        dest="masters",
+        action="store_false",
+        help="optimizer state has the dtype of the parameters, and there are no masters",
     )
     parser.add_argument("--micro", type=number, default=1, help="samples in a micro-batch (1)")
     parser.add_argument("--accumulate", type=number, default=1, help="micro-batches a step (1)")
@@ -89,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         precision=args.precision,
         reduced=args.reduce,
         optimizer=args.optimizer,
+        masters=args.masters,
         micro=args.micro,
         accumulate=args.accumulate,
         tokens=args.tokens,
@@ -116,8 +124,9 @@ def _table(job: Job, stages: list[Stage]) -> list[str]:
     each = used + grad + state
     lines = [
         f"{job.params:.4g} parameters, {job.ranks} ranks, {job.precision}, {job.optimizer}: "
-        f"{used} (parameter) + {grad} (gradient) + {state} (optimizer state) = {each} bytes a "
-        f"parameter, {each * job.params / 1e9:.4g} GB unsharded",
+        f"{used} (parameter) + {grad} (gradient) + {state} (optimizer state: "
+        f"{state_words(job)}) = {each} bytes a parameter, "
+        f"{each * job.params / 1e9:.4g} GB unsharded",
         f"global batch {job.batch} samples = {job.micro} (micro) x {job.ranks} (ranks) x "
         f"{job.accumulate} (accumulation), {job.batch * job.tokens} tokens",
         "",

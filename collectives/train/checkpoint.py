@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..agreement import exchange
-from ..array import dtype_name
+from ..array import dtype_name, numpy_dtype
 from ..errors import CollectiveError, UnsupportedError
 from .sharding import Piece, Shard, host
 
@@ -50,15 +50,16 @@ def _safetensors() -> Any:
         raise UnsupportedError(
             "checkpoints are kept in the safetensors format: pip install 'collectives[train]'"
         ) from None
-    return safetensors.numpy
+    return safetensors
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
 def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
-    """Writes the trainer's state: parameters in full precision, optimizer state, buffers, counters,
-    scale of the loss, schedule, random states of all ranks, and the sampler's place. Collective.
+    """Writes the trainer's state: parameters and optimizer state in the dtypes in which they are
+    kept, buffers, counters, scale of the loss, schedule, random states of all ranks, and the
+    sampler's place. Collective.
 
     path     a directory, which all ranks reach; an older checkpoint in it is replaced
     sampler  with state() and load(), such as `Sampler`
@@ -85,7 +86,7 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             if _writes(trainer):
                 arrays |= found
         if arrays:
-            _write(folder / file, safetensors.save(arrays))
+            _write(folder / file, safetensors.numpy.save(arrays))
         entries = {
             key: {
                 "file": file,
@@ -159,7 +160,7 @@ def _own_arrays(trainer: Trainer) -> dict[str, Any]:
         # A parameter without elements is in no shard.
         for name in trainer.names:
             if comm.rank == 0 and 0 in store.owners[name][3]:
-                arrays[f"master/{name}@0"] = np.empty(0, np.float32)
+                arrays[f"master/{name}@0"] = np.empty(0, numpy_dtype(trainer.kept[name]))
     if comm.rank == 0:
         arrays |= {f"buffer/{n}": np.array(x) for n, x in trainer.buffers().items()}
     return arrays
@@ -198,10 +199,12 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     and any stage. Collective.
 
     With the number of ranks that wrote it, random states come back too, and training goes on bit
-    for bit as if it had never stopped.
+    for bit as if it had never stopped. A checkpoint of a trainer without master weights can be
+    loaded by one that has them, since that changes no value.
 
     Raises CheckpointError on all ranks, which names what is wrong with which parameter, and changes
-    nothing, if the checkpoint is cut short, damaged, or not of this model, optimizer and schedule.
+    nothing, if the checkpoint is cut short, damaged, not of this model, optimizer and schedule, or
+    kept in a dtype that would be rounded here, as master weights are by a trainer without them.
     """
     _safetensors()
     comm, error = trainer.comm, ""
@@ -301,6 +304,14 @@ def _check_model(trainer: Trainer, index: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the checkpoint has a foreign entry {key!r}")
         if kind == "buffer" and name not in trainer.buffers():
             raise CheckpointError(f"the checkpoint has a foreign entry {key!r}")
+        if kind in ("master", *trainer.slots):
+            there, here = index["entries"][key]["dtype"], trainer.kept[name]
+            if not np.can_cast(numpy_dtype(there), numpy_dtype(here)):
+                raise CheckpointError(
+                    f"{kind} of parameter {name!r} is {there} in the checkpoint and would be "
+                    f"rounded to {here} here; a trainer with master_weights=True and parameters "
+                    "that come in as there can load it"
+                )
 
 
 class _Reader:
@@ -309,7 +320,7 @@ class _Reader:
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         self._folder = folder
         self._entries = index["entries"]
-        self._files: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, dict[str, Any]] = {}  # bytes: not all dtypes are numpy's own
         self._parts: dict[str, list[tuple[int, int, str]]] = {}  # kind/name -> (begin, end, key)
         for key, entry in self._entries.items():
             if not key.startswith("buffer/"):
@@ -327,19 +338,21 @@ class _Reader:
             path = self._folder / file
             safetensors = _safetensors()
             try:
-                self._files[file] = safetensors.load(path.read_bytes())
+                found = safetensors.deserialize(path.read_bytes())
+                self._files[file] = {name: array["data"] for name, array in found}
             except FileNotFoundError:
                 raise CheckpointError(f"{path}, which holds {key!r}, is missing") from None
             except Exception as error:  # the package raises its own kind for each damage
                 raise CheckpointError(
                     f"{path}, which holds {key!r}, is cut short or damaged: {error}"
                 ) from error
-        found = self._files[file].get(key)
-        if found is None:
+        data = self._files[file].get(key)
+        if data is None:
             raise CheckpointError(f"{self._folder / file} lacks {key!r}")
-        if found.size != entry["count"] or zlib.crc32(_raw(found)) != entry["crc32"]:
+        dtype = numpy_dtype(entry["dtype"])
+        if len(data) != entry["count"] * dtype.itemsize or zlib.crc32(data) != entry["crc32"]:
             raise CheckpointError(f"{key!r} in {self._folder / file} is damaged: another checksum")
-        return found
+        return np.frombuffer(data, dtype)
 
     def piece(self, piece: Piece, kind: str) -> Any:
         """What a rank holds of a parameter."""

@@ -32,7 +32,7 @@ from .gradient_norm import gradient_norm, who_is_not_finite
 from .model import model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
-from .precision import LossScale, compute_dtype
+from .precision import LossScale, check_kept, compute_dtype, kept_dtype
 from .progress import Bar, Log, Metrics, text_of
 from .schedules import Constant, Schedule
 from .sharding import Shard, Store, host
@@ -54,8 +54,15 @@ class Trainer:
     loss           for modules: loss(module, batch) -> the mean loss over the batch
     sharding       0 replicated, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO)
     shard_group    "node": shard within a node, replicate across nodes
-    precision      "bf16", "fp16": parameters have this dtype in forward and backward; master
-                   weights and optimizer keep the dtype that came in. None: no difference
+    precision      "bf16", "fp16": parameters have this dtype in forward and backward. None: that
+                   in which they came in
+    master_weights True: parameters of 16 bits have master weights and optimizer state in the dtype
+                   that came in, at least float32. False: they have no masters, and state of their
+                   own dtype: with Adam in bf16, 6 bytes a parameter instead of 14. Each step is
+                   computed in float32 then too, and its results are rounded once. What is less than
+                   half a last bit of a parameter (in bf16 1/512 of it) is lost. In fp16 SGD and
+                   LARS alone can do without masters (gradients are unscaled in float32): second
+                   moments of most gradients are below what float16 holds
     reduce_dtype   dtype in which gradients are added up and reduced; that of the gradients if None
     accumulate     micro-batches in a step
     reduce_every   "step": micro-batches are added up on each rank and reduced once. "micro-batch":
@@ -95,6 +102,7 @@ class Trainer:
         sharding: int = 0,
         shard_group: str | None = None,
         precision: str | None = None,
+        master_weights: bool = True,
         reduce_dtype: Any = None,
         accumulate: int = 1,
         reduce_every: str = "step",
@@ -166,6 +174,7 @@ class Trainer:
                 "sharding": sharding,
                 "shard_group": shard_group,
                 "precision": self._dtype,
+                "master_weights": master_weights,
                 "reduce_dtype": reduce_dtype and dtype_name(reduce_dtype),
                 "accumulate": accumulate,
                 "reduce_every": reduce_every,
@@ -186,7 +195,11 @@ class Trainer:
         self.store = Store(group, sharding, offload == "host")
         values = self._model.parameters
         self._dtypes = {n: self._dtype or dtype_name(x.dtype) for n, x in values.items()}
-        self._wide = {n: dtype_name(x.dtype) for n, x in values.items()}
+        self.kept = {  # dtypes of what is stepped
+            n: kept_dtype(dtype_name(x.dtype), self._dtypes[n], master_weights)
+            for n, x in values.items()
+        }
+        check_kept(self.kept.values(), self.slots)
         specs = {
             n: Spec(
                 tuple(x.shape),
@@ -342,7 +355,7 @@ class Trainer:
     # ---- parameters ----------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Any]:
-        """Copies of all parameters, whole, in full precision, as arrays of numpy. Collective."""
+        """Copies of all parameters, whole, as they are kept, as arrays of numpy. Collective."""
         return self.whole("master")
 
     def whole(self, key: str) -> dict[str, Any]:
@@ -447,7 +460,8 @@ class Trainer:
         for shard, arrays in zip(self.store.shards, shards, strict=True):
             for key, x in arrays.items():
                 target = self.store.arrays(shard)[key]
-                (target.set if hasattr(target, "set") else partial(_copy, target))(x)
+                wide = x.astype(target.dtype, copy=False)
+                (target.set if hasattr(target, "set") else partial(_copy, target))(wide)
             work = self.store.publish(shard)
             if work is not None:
                 work.wait()
@@ -475,7 +489,7 @@ class Trainer:
 
     def _build(self, values: Mapping[str, Any] | None) -> None:
         slots = self._optimizers[0].slots
-        self.store.build(self.bucketer.buckets, values, self._dtypes, self._wide, slots)
+        self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, slots)
         for shard in self.store.shards:
             if self.sharding < 2:
                 shard.grad = shard.bucket.buffer[shard.low : shard.high]

@@ -2,7 +2,8 @@
 gradient unscaled and clipped on the way, and the parameter rounded to the dtype it is used in.
 
 Every operation is the one of `optimizers`, in its order, rounded by itself (no fused multiply-add),
-so a GPU gets the bits of the host. bfloat16 is taken as its 16 bits, which any cupy can do.
+so a GPU gets the bits of the host. What is kept in 16 bits is computed with in float32 and rounded
+once. bfloat16 is taken as its bits, which any cupy can do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..array import namespace
 from ..array.dtypes import name_of_numpy
+from .precision import wide_dtype
 
 # load and store: bfloat16 to float32 is exact, the other way rounds to nearest, ties to even.
 PREAMBLE = """
@@ -46,32 +48,49 @@ OPERATIONS = {
 }
 
 
-def text(
-    name: str, states: tuple[str, ...], numbers: tuple[str, ...], grad: str, used: str | None
-) -> tuple[str, str, str]:
-    """Parameters read, parameters written, and body of a kernel.
+_C = {"float32": "float", "float64": "double"}
+Arrays = tuple[tuple[str, str], ...]  # names and dtypes: g, w, states, and perhaps used
 
-    grad, used  dtypes of the gradient and of the parameter as it is used; used may be None
+
+def text(name: str, arrays: Arrays, numbers: tuple[str, ...]) -> tuple[str, str, str]:
+    """Parameters read, parameters written, and body of a kernel. All but "g" are written, "used"
+    is not read.
     """
-    reads = ["uint16 g" if grad == "bfloat16" else "G g", "T coefficient"]
-    reads += [f"T {number}" for number in numbers]
-    writes = [f"T {x}" for x in ("w", *states)]
-    load = "from_bfloat16(g)" if grad == "bfloat16" else "(T)g"
-    body = f"T x = {load}; x = x * coefficient; {OPERATIONS[name]}"
-    if used is not None:
-        writes.append("uint16 used" if used == "bfloat16" else "U used")
-        body += " used = " + ("to_bfloat16((float)w);" if used == "bfloat16" else "(U)w;")
-    return ", ".join(reads), ", ".join(writes), body
+    wide = wide_dtype(dict(arrays)["w"])
+    reads = [f"{wide} {number}" for number in ("coefficient", *numbers)]
+    writes, loads, stores = [], [], []
+    for array, dtype in arrays:
+        bits = "uint16" if dtype == "bfloat16" else dtype
+        if array == "g":
+            reads.insert(0, f"{bits} g")
+            loads.append(f"{_C[wide]} x = {_load('g', dtype, wide)};")
+        elif array == "used":
+            writes.append(f"{bits} used")
+            stores.append(f"used = {_store('w', dtype)};")
+        elif dtype == wide:
+            writes.append(f"{bits} {array}")
+        else:
+            writes.append(f"{bits} kept_{array}")
+            loads.append(f"{_C[wide]} {array} = {_load('kept_' + array, dtype, wide)};")
+            stores.append(f"kept_{array} = {_store(array, dtype)};")
+    body = [*loads, "x = x * coefficient;", OPERATIONS[name], *stores]
+    return ", ".join(reads), ", ".join(writes), " ".join(body)
+
+
+def _load(x: str, dtype: str, wide: str) -> str:
+    return f"from_bfloat16({x})" if dtype == "bfloat16" else f"({_C[wide]}){x}"
+
+
+def _store(x: str, dtype: str) -> str:
+    return f"to_bfloat16((float){x})" if dtype == "bfloat16" else f"({_C.get(dtype, dtype)}){x}"
 
 
 @functools.cache
-def _kernel(
-    name: str, states: tuple[str, ...], numbers: tuple[str, ...], grad: str, used: str | None
-) -> Any:
+def _kernel(name: str, arrays: Arrays, numbers: tuple[str, ...]) -> Any:
     import cupy
 
     return cupy.ElementwiseKernel(
-        *text(name, states, numbers, grad, used),
+        *text(name, arrays, numbers),
         f"collectives_{name}",
         preamble=PREAMBLE,
         options=("--fmad=false",),
@@ -94,19 +113,21 @@ def run(
 ) -> None:
     """Runs operation `name` of OPERATIONS on flat arrays of cupy.
 
-    w       parameters in full precision
+    w       parameters as they are kept
     g       gradient, of any float dtype, which is only read
-    states  arrays like w, written
+    states  arrays of w's dtype or of the one that is computed in, written
     used    receives w in its own dtype, unless it is None
     """
-    kinds = [None if x is None else name_of_numpy(x.dtype, "array") for x in (g, used)]
-    kernel = _kernel(name, tuple(states), tuple(numbers), kinds[0] or "", kinds[1])
-    arrays = [w, *states.values()]
+    arrays = {"g": g, "w": w, **states}
     if used is not None:
-        arrays.append(_bits(used))
+        arrays["used"] = used
+    kinds = tuple((key, name_of_numpy(x.dtype, "array")) for key, x in arrays.items())
+    kernel = _kernel(name, kinds, tuple(numbers))
+    number = np.dtype(wide_dtype(dict(kinds)["w"])).type
+    bits, *written = map(_bits, arrays.values())
     with namespace(w).cuda.Device(w.device.id):
-        values = [w.dtype.type(value) for value in numbers.values()]
-        kernel(_bits(g), w.dtype.type(coefficient), *values, *arrays)
+        values = [number(value) for value in (coefficient, *numbers.values())]
+        kernel(bits, *values, *written)
 
 
 def _bits(x: Any) -> Any:

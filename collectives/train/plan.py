@@ -3,8 +3,8 @@
 Every figure comes from a formula that is printed beside it. Memory and wire are those of
 Rajbhandari et al., "ZeRO" (SC 2020), https://arxiv.org/abs/1910.02054, sections 3 and 7: with P
 parameters, a mixed-precision step of Adam holds 2 P bytes of parameters, 2 P of gradients and K P
-of optimizer state, K = 12 (float32 master weights and two moments). Activations and buffers are not
-in it.
+of optimizer state, K = 12 (float32 master weights and two moments). Without master weights K is 4:
+two moments of 2 bytes. Activations and buffers are not in it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import dataclasses
 from typing import NamedTuple
 
 from .optimizers import LAMB, LARS, SGD, Adam, AdamW
+from .precision import check_kept, compute_dtype
 
-STATES = {
-    "sgd": 0,
-    "momentum": len(SGD.slots),
-    "lars": len(LARS.slots),
-    "adam": len(Adam.slots),
-    "adamw": len(AdamW.slots),
-    "lamb": len(LAMB.slots),
+STATES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "momentum": SGD.slots,
+    "lars": LARS.slots,
+    "adam": Adam.slots,
+    "adamw": AdamW.slots,
+    "lamb": LAMB.slots,
 }
 BYTES = {"bf16": 2, "fp16": 2, "float32": 4}
 
@@ -35,6 +36,8 @@ class Job:
     precision   "bf16", "fp16" or "float32": of parameters and gradients
     reduced     dtype in which gradients are reduced; that of the gradients if None
     optimizer   a key of STATES
+    masters     parameters of 16 bits have float32 master weights and state, as the trainer's
+                `master_weights`; else state of their own dtype
     micro       samples a rank has in one micro-batch
     accumulate  micro-batches in a step
     tokens      tokens in a sample, or whatever the model does 6 P floating-point operations for
@@ -52,6 +55,7 @@ class Job:
     precision: str = "bf16"
     reduced: str | None = None
     optimizer: str = "adam"
+    masters: bool = True
     micro: int = 1
     accumulate: int = 1
     tokens: int = 1
@@ -69,6 +73,8 @@ class Job:
             raise ValueError(f"overlap={self.overlap} must be between 0 and 1")
         if self.node is not None and (self.node < 1 or self.ranks % self.node):
             raise ValueError(f"{self.ranks} ranks are no whole nodes of {self.node}")
+        if not self.masters:
+            check_kept([compute_dtype(self.precision) or ""], STATES[self.optimizer])
 
     @property
     def sharing(self) -> int:
@@ -106,8 +112,22 @@ class Stage(NamedTuple):
 def bytes_per_parameter(job: Job) -> tuple[int, int, int]:
     """Of parameters, gradients and optimizer state with master weights."""
     used = BYTES[job.precision]
-    master = 4 if used < 4 else 0
-    return used, used, master + 4 * STATES[job.optimizer]
+    master, count, each = _state(job)
+    return used, used, master + count * each
+
+
+def state_words(job: Job) -> str:
+    """Of what the bytes of optimizer state consist."""
+    master, count, each = _state(job)
+    return (f"{master} master weights + " if master else "") + f"{count} x {each}"
+
+
+def _state(job: Job) -> tuple[int, int, int]:
+    """Bytes of master weights, state arrays, and bytes of an element of these."""
+    used, count = BYTES[job.precision], len(STATES[job.optimizer])
+    if used == 4 or not job.masters:
+        return 0, count, used
+    return 4, count, 4
 
 
 def plan(job: Job) -> list[Stage]:

@@ -1,8 +1,9 @@
-"""Mixed precision: which dtype parameters have when they are used, and the scale of the loss."""
+"""Mixed precision: which dtypes parameters and optimizer state have, and the scale of the loss."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from ..errors import did_you_mean
 
@@ -22,6 +23,26 @@ def compute_dtype(precision: str | None) -> str | None:
         names = [p for p in PRECISIONS if p]
         raise ValueError(f"precision={precision!r}; {did_you_mean(str(precision), names)}")
     return PRECISIONS[precision]
+
+
+def wide_dtype(dtype: str) -> str:
+    """In which an optimizer computes with what it keeps in `dtype`."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
+def kept_dtype(given: str, used: str, master_weights: bool) -> str:
+    """Of what the optimizer steps, and of its state, for a parameter that came in as `given`."""
+    return wide_dtype(given) if master_weights else used
+
+
+def check_kept(kept: Collection[str], slots: Collection[str]) -> None:
+    """Raises ValueError if state of these names cannot be kept in one of these dtypes."""
+    # (1 - 0.999) g^2 rounds to zero below 2^-25, half of the least float16.
+    if "float16" in kept and "second" in slots:
+        raise ValueError(
+            "master_weights=False keeps second moments in float16, where gradients below 0.005 "
+            "leave none: train in bf16, with SGD or LARS, or with master weights"
+        )
 
 
 @dataclasses.dataclass

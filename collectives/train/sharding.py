@@ -65,7 +65,7 @@ class Shard:
     pieces     of which parameters it consists; `lows` and `highs`: where they begin and end
     full       all parameters of the bucket, in the dtype they are used in; None while released
     used       this rank's part of them (a view of `full` where that stays)
-    master     the same part in full precision, which the optimizer steps (`used` itself if equal)
+    master     the same part as it is kept, which the optimizer steps (`used` itself if equal)
     grad       this rank's part of the reduced gradient; None until `Store.gradients`
     state      arrays of the optimizer, like master
     """
@@ -124,28 +124,28 @@ class Store:
         buckets: Sequence[Bucket],
         values: Mapping[str, Any] | None,
         dtypes: Mapping[str, str],
-        wide: Mapping[str, str],
+        kept: Mapping[str, str],
         slots: Sequence[str],
     ) -> None:
         """Lays parameters out as `buckets`.
 
         values  all parameters, whole, in full precision; None: they are set later
         dtypes  in which each is used; equal within a bucket
-        wide    their full precision
+        kept    in which the optimizer steps it and keeps its state
         slots   names of the optimizer's state arrays
         """
         self.shards, self.owners = [], {}
         for bucket in buckets:
             dtype = dtypes[bucket.slots[0].name]
             shard = Shard(bucket, dtype, self.parts, self.rank)
-            self._allocate(shard, wide[bucket.slots[0].name], slots)
+            self._allocate(shard, kept[bucket.slots[0].name], slots)
             if values is not None:
                 self._fill(shard, values)
             self.shards.append(shard)
             for slot in bucket.slots:
                 self.owners[slot.name] = (shard, slot.start, slot.length, slot.shape)
 
-    def _allocate(self, shard: Shard, wide: str, slots: Sequence[str]) -> None:
+    def _allocate(self, shard: Shard, kept: str, slots: Sequence[str]) -> None:
         bucket, count = shard.bucket, (shard.high - shard.low,)
         if self.stage == 3:
             shard.used = empty(count, shard.dtype, bucket.device)
@@ -153,10 +153,10 @@ class Store:
             shard.full = self._memory(shard)
             shard.used = shard.full[shard.low : shard.high]
         place = "cpu" if self.offload else bucket.device
-        same = wide == shard.dtype and place == bucket.device
-        shard.master = shard.used if same else empty(count, wide, place)
+        same = kept == shard.dtype and place == bucket.device
+        shard.master = shard.used if same else empty(count, kept, place)
         for name in slots:
-            shard.state[name] = empty(count, wide, place)
+            shard.state[name] = empty(count, kept, place)
             shard.state[name][...] = 0
 
     def _fill(self, shard: Shard, values: Mapping[str, Any]) -> None:

@@ -1,17 +1,22 @@
-"""The optimizer's step on this rank's shards."""
+"""The optimizer's step on this rank's shards.
+
+What is kept in 16 bits is computed with in float32, and rounded once when it is written back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..array import namespace
+from ..array import dtype_name, namespace
 from .fused import on_gpu, run
 from .norms import sums_of_squares, whole
 from .optimizers import LAMB, Optimizer
+from .precision import wide_dtype
 from .sharding import Piece, Shard, Store, host
 
 if TYPE_CHECKING:
@@ -96,21 +101,23 @@ class Stepper:
         run(name, part.master, part.grad, how.coefficient, kept, numbers, part.used)
 
     def _on_host(self, shard: Shard, part: _Run, how: _How) -> None:
-        low, high, optimizer, w = part.low, part.high, part.optimizer, part.master
+        low, high, optimizer = part.low, part.high, part.optimizer
         lr = optimizer.lr * how.factor
-        if optimizer.fused(w, part.grad, how.coefficient, part.state, lr, how.step):
+        if optimizer.fused(part.master, part.grad, how.coefficient, part.state, lr, how.step):
             return
-        xp, size = namespace(w), min(_BLOCK, high - low)
-        scratch = [xp.empty_like(w[:size]) for _ in "gw"]
+        scratch = [_like(part.master[:_BLOCK]) for _ in "gw"]
         for at in range(low, high, _BLOCK):
             end = min(high, at + _BLOCK)
             g, work = (x[: end - at] for x in scratch)
             self._gradient(shard, at, end, how.coefficient, g)
-            state = {k: v[at:end] for k, v in shard.state.items()}
-            optimizer.update(shard.master[at:end], g, state, lr, how.step, work)
+            kept = {k: v[at:end] for k, v in shard.state.items()}
+            with _computed(shard.master[at:end], kept) as (w, state):
+                # In one pass where only the dtype was in the way of that.
+                if not optimizer.fused(w, g, 1.0, state, lr, how.step):
+                    optimizer.update(w, g, state, lr, how.step, work)
 
     def _gradient(self, shard: Shard, low: int, high: int, coefficient: float, out: Any) -> None:
-        """A part of the gradient in full precision, unscaled and clipped."""
+        """A part of the gradient in the dtype of `out`, unscaled and clipped."""
         grad = shard.grad[low:high]
         if self._store.offload:
             grad = host(grad)
@@ -150,7 +157,7 @@ class Stepper:
                 continue
             optimizer = self._optimizers[self._number[piece.name]]
             w = shard.master[piece.low : piece.high]
-            g, work = (namespace(w).empty_like(w) for _ in "gw")
+            g, work = (_like(w) for _ in "gw")
             state = {k: v[piece.low : piece.high] for k, v in shard.state.items()}
             if isinstance(optimizer, LAMB) and on_gpu(w, shard.grad):
                 name, numbers = optimizer.direction_on_gpu(step)
@@ -158,7 +165,8 @@ class Stepper:
                 run(name, w, grad, coefficient, state | {"direction": g}, numbers)
             else:
                 self._gradient(shard, piece.low, piece.high, coefficient, g)
-                optimizer.direction(w, g, state, step, work)
+                with _computed(w, state) as (wide, moments):
+                    optimizer.direction(wide, g, moments, step, work)
             held.append((piece, w, g, state))
             parts += [whole(w, 2 * number[piece.name]), whole(g, 2 * number[piece.name] + 1)]
         norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))
@@ -171,4 +179,23 @@ class Stepper:
                 name, numbers = optimizer.on_gpu(lr, step)
                 run(name, w, g, 1.0, state if "velocity" in state else {}, numbers)
             else:
-                optimizer.apply(w, g, state, lr)
+                with _computed(w, state) as (wide, moments):
+                    optimizer.apply(wide, g, moments, lr)
+
+
+def _like(x: Any) -> Any:
+    """Memory for what is computed with x."""
+    return namespace(x).empty(x.shape, wide_dtype(dtype_name(x.dtype)))
+
+
+@contextlib.contextmanager
+def _computed(w: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A parameter and its state in the dtype that is computed in: themselves, or copies, which are
+    rounded into them when the block ends.
+    """
+    kept = [w, *state.values()]
+    wide = [x.astype(wide_dtype(dtype_name(x.dtype)), copy=False) for x in kept]
+    yield wide[0], dict(zip(state, wide[1:], strict=True))
+    for x, result in zip(kept, wide, strict=True):
+        if result is not x:
+            x[...] = result

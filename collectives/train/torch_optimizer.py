@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..array import native
+from ..array import dtype_name, native
 from ..errors import UnsupportedError
+from .precision import wide_dtype
 from .sharding import Piece, Store, host
 from .torch_arrays import tensor_of
 
@@ -101,9 +102,10 @@ class TorchStepper:
             tensor.grad = None
             if piece.name not in unused:
                 dtype = self._dtypes[piece.name]
-                wide = (host(grad) if self._store.offload else grad).astype(dtype)
+                here = host(grad) if self._store.offload else grad
+                wide = here.astype(wide_dtype(dtype_name(dtype)))
                 wide *= coefficient
-                tensor.grad = tensor_of(wide).view(tensor.shape)
+                tensor.grad = tensor_of(wide.astype(dtype, copy=False)).view(tensor.shape)
         self._optimizer.step()
         works = [self._store.publish(shard) for shard in self._store.shards]
         for work in works:

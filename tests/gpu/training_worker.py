@@ -67,19 +67,20 @@ def main() -> None:
         device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         cupy.cuda.Device(device.index).use()
-        for precision in (None, "bf16"):
-            wanted, on_host = train(comm, torch.device("cpu"), precision=precision)
+        for precision, masters in ((None, True), ("bf16", True), ("bf16", False)):
+            how: dict[str, Any] = {"precision": precision, "master_weights": masters}
+            wanted, on_host = train(comm, torch.device("cpu"), **how)
             first: dict[str, Any] = {}
             for stage in range(4):
                 for other in (False, True):
                     stream = torch.cuda.Stream() if other else torch.cuda.default_stream()
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
-                        found, told = train(comm, device, precision=precision, sharding=stage)
+                        found, told = train(comm, device, sharding=stage, **how)
                     stream.synchronize()
                     first = first or found
                     for name, x in found.items():
-                        assert x.tobytes() == first[name].tobytes(), (precision, stage, other, name)
+                        assert x.tobytes() == first[name].tobytes(), (how, stage, other, name)
                     for mine, theirs in zip(told, on_host, strict=True):
                         assert abs(mine.loss - theirs.loss) <= 2e-2 * abs(theirs.loss)
                         assert abs(mine.grad_norm - theirs.grad_norm) <= 5e-2 * theirs.grad_norm
