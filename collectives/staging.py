@@ -1,5 +1,8 @@
 """Arrays on GPUs between nodes: through pinned memory of the host, and the calls on host arrays.
 
+Here whole arrays are staged. Where nodes have several GPUs each, most calls stage a share of it on
+each rank, and the rest is done from GPU to GPU: `rails.py`.
+
 A call is put on the caller's current stream and returns at once, as within a node. Behind it a
 thread of the communicator copies a slice to the host, makes the call on it that serves host arrays
 (any algorithm, hierarchical ones included), and copies the result back, while the next slice comes
@@ -18,6 +21,7 @@ from .bootstrap import Bootstrap
 from .config import Settings
 from .device import DeviceEngine, why_no_gpu
 from .errors import CollectiveError, UnsupportedError
+from .rails import Given, MakePart, make_rails
 from .registration import Registration
 
 if TYPE_CHECKING:
@@ -83,6 +87,10 @@ class StagedEngine(DeviceEngine):
     host        the rank's end on the host, whose calls it makes
     device      ordinal of this rank's GPU; `place` names it as arrays do
     slot_bytes  of a slice: the smallest COLLECTIVES_STAGING of all ranks. 4 times that is pinned.
+    max_blocks, path    as for `DeviceEngine`, within nodes
+    part        makes a communicator of some of the ranks
+
+    `rails` is None where calls cannot go along rails, and `why_no_rails` then says why.
 
     Raises UnsupportedError on all ranks, in words, where a GPU cannot be used.
     """
@@ -96,6 +104,9 @@ class StagedEngine(DeviceEngine):
         nodes: Sequence[int],
         device: int,
         max_blocks: int = 0,
+        path: str = "auto",
+        *,
+        part: MakePart,
     ) -> None:
         self.host = host
         self.device = device
@@ -115,6 +126,8 @@ class StagedEngine(DeviceEngine):
         self._staging = core
         self.core: Any = core
         self.memory: Any = NoSymmetricMemory()
+        given = Given(bootstrap, host, core, self.slot_bytes, device, max_blocks, path)
+        self.rails, self.why_no_rails = make_rails(given, nodes, part)
 
     def run_staged(
         self, comm: Core, arguments: tuple[Any, ...], algorithm: int, stream: int
@@ -127,4 +140,23 @@ class StagedEngine(DeviceEngine):
 
     def idle(self) -> bool:
         """True when all calls so far have ended. Raises what went wrong in them."""
-        return self._staging.idle()
+        staged = self._staging.idle()
+        if self.rails is None:
+            return staged
+        if self.rails.idle() and staged:
+            return True
+        self.rails.look_around()
+        return False
+
+    def abort(self, reason: str) -> None:
+        """Ends the kernels that wait; the communicator's own abort() ends what staged calls wait
+        for.
+        """
+        if self.rails is not None:
+            self.rails.abort(reason)
+
+    def close(self) -> None:
+        """Ends the rank's part, once its calls have."""
+        self._staging.close()
+        if self.rails is not None:
+            self.rails.close()

@@ -154,18 +154,27 @@ void bind_staging(py::module_& m) {
                                              });
            }),
            py::kw_only(), py::arg("device"), py::arg("slot_bytes"))
-      // `arguments`: what Communicator's own calls take.
-      .def("run",
-           [](Staging& staging, Communicator& comm, const py::tuple& arguments,
-              std::uintptr_t stream) {
-             Call call;
-             Communicator::Options options;
-             if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
-                             static_cast<Py_ssize_t>(arguments.size()), comm, &call, &options))
-               throw py::error_already_set();
-             WithoutGil release;
-             staging.run(comm, call, options, stream);
-           })
+      // `arguments`: what Communicator's own calls take, for those of the rail if `way` is "rail".
+      .def(
+          "run",
+          [](Staging& staging, Communicator& comm, const py::tuple& arguments,
+             std::uintptr_t stream, const std::string& name) {
+            const Staging::Way way = name == "rail"        ? Staging::Way::rail
+                                     : name == "agreement" ? Staging::Way::agreement
+                                                           : Staging::Way::whole;
+            Call call;
+            Communicator::Options options;
+            if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
+                            static_cast<Py_ssize_t>(arguments.size()),
+                            way == Staging::Way::rail ? staging.rail_size() : comm.size(), &call,
+                            &options))
+              throw py::error_already_set();
+            WithoutGil release;
+            staging.run(comm, call, options, stream, way);
+          },
+          py::arg("comm"), py::arg("arguments"), py::arg("stream"), py::arg("way") = "whole")
+      .def("join", &Staging::join, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("make_scratch", &Staging::make_scratch, Unlocked())
       .def("check", &Staging::check)
       // The communicator's own abort() ends what the calls wait for.
       .def(

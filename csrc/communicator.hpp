@@ -152,6 +152,12 @@ class Communicator : public Watch {
   void enter_device_call();
   // Throws what a peer told, and nothing else: for whoever waits for the GPU.
   void look();
+  // The same, and what a rank that waits finds: a process of the region that has ended, what ranks
+  // of other nodes told. Any thread that may call MPI.
+  void look_around();
+  // While this communicator waits, `whole`, of whose ranks it has some, looks around as well. For
+  // the thread that makes its calls, which `whole` must outlive.
+  void is_part_of(Communicator* whole) { whole_ = whole; }
 
   void abort(const std::string& reason);
   // Runs what is queued to its end, and nothing later.
@@ -236,6 +242,8 @@ class Communicator : public Watch {
   void enter_slow() override;
   void leave_slow() override;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text, int peer = -1);
+  // `q`: of the region; `place`: what this rank does, in words.
+  [[noreturn]] void fail_for_death(int q, const std::string& place);
 
   void wait_for_all(const std::vector<PostedTransfer>& posted);
   void give_up(const std::string& reason);
@@ -324,6 +332,7 @@ class Communicator : public Watch {
   std::mutex poll_mutex_;
   std::chrono::steady_clock::time_point last_poll_{};
   int closed_seen_ = 0;
+  Communicator* whole_ = nullptr;
 
   std::atomic<double> timeout_s_{0};
   std::atomic<bool> busy_{false};

@@ -152,6 +152,33 @@ void Communicator::look() {
   }
 }
 
+void Communicator::look_around() {
+  look();
+  const std::string place = "rank " + std::to_string(config_.rank) + " works on its GPU";
+  try {
+    std::string text;
+    int peer = -1;
+    if (config_.mpi && config_.mpi->poisoned(&text, &peer)) {
+      const Told told = from_poison(text);
+      fail(told.kind, told.text + " (" + place + ")", told.dead >= 0 ? told.dead : peer);
+    }
+    if (!config_.region) return;
+    for (int q = 0; q < config_.region->shape().nranks; ++q)
+      if (q != config_.local_of[config_.rank] && !liveness_->left(q) && liveness_->dead(q))
+        fail_for_death(q, place);
+  } catch (const Error& error) {
+    note_error(name_of(error.kind()), error.what(), error.peer());
+    throw;
+  }
+}
+
+void Communicator::fail_for_death(int q, const std::string& place) {
+  const std::string which =
+      config_.threads ? "" : " (process " + std::to_string(liveness_->process(q)) + ")";
+  fail(ErrorKind::peer_died,
+       "rank " + std::to_string(numbers_[q]) + which + " died while " + place, numbers_[q]);
+}
+
 // Ranks that make the same calls in the same order put their k-th call on the GPU after the same
 // number of calls on host arrays. This rank is in call `calls_` on host arrays and has put fewer
 // calls on its GPU than rank q, which had made fewer than `calls_` on host arrays then: so q's next
@@ -249,6 +276,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
       fail(told.kind, told.text + " (" + place() + ")", told.dead >= 0 ? told.dead : peer);
     }
   }
+  if (whole_ != nullptr) whole_->look_around();
   const double waited = duration<double>(now - since).count();
   if (waited > timeout_s_) {
     int culprit = where.peer;
@@ -277,9 +305,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
         fail(ErrorKind::closed, name + " has closed the communicator while " + place(),
              numbers_[q]);
     } else if (liveness_->dead(q)) {
-      const std::string which =
-          config_.threads ? "" : " (process " + std::to_string(liveness_->process(q)) + ")";
-      fail(ErrorKind::peer_died, name + which + " died while " + place(), numbers_[q]);
+      fail_for_death(q, place());
     }
   }
 }

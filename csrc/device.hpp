@@ -123,6 +123,10 @@ class DeviceCommunicator {
   // Kernels that run or wait leave within milliseconds, here and at the peers, and raise `kind`:
   // aborted, peer_died or mismatch. Any thread.
   void abort(const std::string& reason, ErrorKind kind = ErrorKind::aborted);
+  // The same, and of this rank's kernels none that starts after it returns does anything.
+  void stop(const std::string& reason, ErrorKind kind);
+  // A kernel of this rank left without its result. Any thread.
+  bool gave_up();
   void close();
 
  private:
