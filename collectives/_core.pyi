@@ -214,6 +214,7 @@ class Staging:
         """`way`: "whole"; "rail", with the arguments of a call of the rail's ranks; or "agreement",
         that all ranks are in this call.
         """
+    def refuse_capture(self, stream: int, /) -> None: ...
     def join(self, near: DeviceCommunicator, rail: Communicator, ranks: Sequence[int], /) -> None:
         """`ranks`: the numbers of the rail's among all."""
     def make_scratch(self, bytes: int, /) -> int: ...

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .bootstrap import Bootstrap, host_key
-from .device_memory import DeviceMemory
+from .device_memory import DeviceMemory, NoSymmetricMemory
 from .errors import (
     AbortedError,
     ArrayError,
@@ -163,7 +163,7 @@ class DeviceEngine:
         self._agree("did not meet the others", _why(core.meet))
         self.call = core.caller(host)
         self._options: dict[tuple[str, Launch], object] = {}
-        self.memory = DeviceMemory(self)
+        self.memory: DeviceMemory | NoSymmetricMemory = DeviceMemory(self)
         if self.fallback and bootstrap.rank == 0:
             warnings.warn(
                 "device arrays go through pinned memory of the host, which is slower than from GPU "

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from . import _core
 from .bootstrap import Bootstrap, host_key
 from .device import DeviceEngine
+from .device_memory import NoSymmetricMemory
 from .errors import AbortedError, CollectiveError, DeadlineError, MismatchError, PeerDiedError
 from .rail_plan import Part, Place, Whole, Window, place_of, scratch_bytes, windows
 from .schedule import is_written, schedule
@@ -89,6 +90,7 @@ def make_rails(given: Given, nodes: Sequence[int], part: MakePart) -> tuple[Rail
             sharing=sum(info["where"] == mine for info in infos),
         )
         near_comm._device = near
+        near.memory = NoSymmetricMemory()  # in no cycle: it is freed where this is dropped
         room = given.staging.make_scratch(scratch_bytes(given.slot_bytes, bootstrap.size))
     except CollectiveError as error:  # the others are told, rather than left to wait
         why = str(error)
@@ -152,6 +154,7 @@ class Rails:
         self.check()
         given, collective = self._given, _core.collectives[arguments[0]]
         if self._last is not None and self._last[0] != stream:
+            given.staging.refuse_capture(stream)
             self._last[1].hold(stream)  # calls of one rank follow each other
         agreed = (*arguments[:9], number, *arguments[10:])
         given.staging.run(given.host, agreed, stream, "agreement")

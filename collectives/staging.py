@@ -14,19 +14,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .bootstrap import Bootstrap
 from .config import Settings
 from .device import DeviceEngine, why_no_gpu
-from .errors import CollectiveError, UnsupportedError
+from .device_memory import NoSymmetricMemory
+from .errors import CollectiveError
 from .rails import Given, MakePart, make_rails
-from .registration import Registration
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
-    from .array import View
 
 # Where a call's arguments to the core have its algorithm.
 _ALGORITHM = 9
@@ -56,28 +55,6 @@ def warn_if_bound(rank: int) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-class NoSymmetricMemory:
-    """Stands for the symmetric buffers of GPUs, which reach no other node."""
-
-    def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> NoReturn:
-        raise UnsupportedError(
-            "empty: a symmetric buffer on GPUs is mapped into all ranks, and these are on several "
-            "nodes; use an array of your library, or a communicator of one node "
-            "(split(by='node'))"
-        )
-
-    def register(self, array: Any, seen: View) -> Registration:
-        """Arrays are staged whether they are registered or not."""
-        why = "the ranks are on several nodes, between which arrays are staged"
-        return Registration(self, 0, array, seen.nbytes, why)
-
-    def release(self, number: int, together: bool) -> None:
-        """Nothing is mapped."""
-
-    def forget(self) -> None:
-        """Nothing is mapped."""
 
 
 class StagedEngine(DeviceEngine):
@@ -125,7 +102,7 @@ class StagedEngine(DeviceEngine):
         assert core is not None
         self._staging = core
         self.core: Any = core
-        self.memory: Any = NoSymmetricMemory()
+        self.memory = NoSymmetricMemory()
         given = Given(bootstrap, host, core, self.slot_bytes, device, max_blocks, path)
         self.rails, self.why_no_rails = make_rails(given, nodes, part)
 

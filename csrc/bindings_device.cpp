@@ -173,6 +173,7 @@ void bind_staging(py::module_& m) {
             staging.run(comm, call, options, stream, way);
           },
           py::arg("comm"), py::arg("arguments"), py::arg("stream"), py::arg("way") = "whole")
+      .def("refuse_capture", &Staging::refuse_capture)
       .def("join", &Staging::join, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("make_scratch", &Staging::make_scratch, Unlocked())
       .def("check", &Staging::check)
@@ -187,16 +188,16 @@ void bind_staging(py::module_& m) {
 // Streams are numbers.
 void bind_side_streams(py::module_& m) {
   py::class_<Mark, std::shared_ptr<Mark>>(m, "Mark")
-      .def("hold", &Mark::hold)
+      .def("hold", &Mark::hold, Unlocked())  // there may be no room on the stream yet
       .def("done", &Mark::done)
       .def("wait", &Mark::wait, Unlocked())
       .def("seconds_since", &Mark::seconds_since);
   py::class_<SideStream>(m, "SideStream")
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("handle", &SideStream::handle)
-      .def("mark", &SideStream::mark)
-      .def("begin", &SideStream::begin)
-      .def("end", &SideStream::end);
+      .def("mark", &SideStream::mark, Unlocked())
+      .def("begin", &SideStream::begin, Unlocked())
+      .def("end", &SideStream::end, Unlocked());
 }
 
 }  // namespace collectives

@@ -175,8 +175,8 @@ void Communicator::look_around() {
 void Communicator::fail_for_death(int q, const std::string& place) {
   const std::string which =
       config_.threads ? "" : " (process " + std::to_string(liveness_->process(q)) + ")";
-  fail(ErrorKind::peer_died,
-       "rank " + std::to_string(numbers_[q]) + which + " died while " + place, numbers_[q]);
+  fail(ErrorKind::peer_died, "rank " + std::to_string(numbers_[q]) + which + " died while " + place,
+       numbers_[q]);
 }
 
 // Ranks that make the same calls in the same order put their k-th call on the GPU after the same

@@ -420,9 +420,23 @@ int Staging::rail_size() const { return static_cast<int>(state_->rail_ranks.size
 std::uintptr_t Staging::make_scratch(std::size_t bytes) {
   state_->scratch.reset();
   if (bytes == 0) return 0;
+  const WhileCapturing relaxed;
   const OnDevice current(state_->device);
   state_->scratch = std::make_unique<Memory>(state_->device, bytes, Home::device);
   return reinterpret_cast<std::uintptr_t>(state_->scratch->get());
+}
+
+void Staging::refuse_capture(std::uintptr_t stream) const {
+  const OnDevice current(state_->device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  check_cuda(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &capture),
+             "cudaStreamGetCaptureInfo");
+  if (status != cudaStreamCaptureStatusNone)
+    throw Error(ErrorKind::unsupported,
+                "a call between nodes cannot be captured in a CUDA graph: a thread of the host "
+                "takes part in it, which a replay would not start. Make the call between two "
+                "graphs");
 }
 
 void Staging::run(Communicator& comm, const Call& call, const Communicator::Options& options,
@@ -430,16 +444,9 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
   State& s = *state_;
   s.check();
   comm.look();
+  refuse_capture(used);
   const auto stream = reinterpret_cast<cudaStream_t>(used);
   const OnDevice current(s.device);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
-  if (status != cudaStreamCaptureStatusNone)
-    throw Error(ErrorKind::unsupported,
-                "a call between nodes cannot be captured in a CUDA graph: a thread of the host "
-                "takes part in it, which a replay would not start. Make the call between two "
-                "graphs");
   Communicator::Options on_device = options;
   on_device.on_device = true;
   const cudaEvent_t ready = s.event();

@@ -18,6 +18,7 @@ void Staging::run(Communicator&, const Call&, const Communicator::Options&, std:
   refuse();
 }
 void Staging::join(DeviceCommunicator&, Communicator&, std::vector<int>) { refuse(); }
+void Staging::refuse_capture(std::uintptr_t) const { refuse(); }
 int Staging::rail_size() const { refuse(); }
 std::uintptr_t Staging::make_scratch(std::size_t) { refuse(); }
 void Staging::check() { refuse(); }

@@ -38,9 +38,12 @@ class Staging {
   // Error(unsupported) while the stream is captured.
   void run(Communicator& comm, const Call& call, const Communicator::Options& options,
            std::uintptr_t stream, Way way = Way::whole);
+  // Throws Error(unsupported) while the stream is captured.
+  void refuse_capture(std::uintptr_t stream) const;
   // What goes along rails from now on: `rail` is the communicator of this rank's, whose ranks have
-  // the numbers `ranks` among all, and `near` its GPU's end within the node. If a call fails, `near`
-  // is stopped before the stream goes on; where `near` gave up, calls fail. Both must outlive this.
+  // the numbers `ranks` among all, and `near` its GPU's end within the node. If a call fails,
+  // `near` is stopped before the stream goes on; where `near` gave up, calls fail. Both must
+  // outlive this.
   void join(DeviceCommunicator& near, Communicator& rail, std::vector<int> ranks);
   int rail_size() const;
   // Memory on the GPU, until close() or the next one is made; its address. Of 0 bytes: none.

@@ -130,8 +130,7 @@ class Cut {
       else
         found->push_back(piece);
     }
-    const bool alike =
-        common_ && std::equal(lengths.begin() + 1, lengths.end(), lengths.begin());
+    const bool alike = common_ && std::equal(lengths.begin() + 1, lengths.end(), lengths.begin());
     if (blocks.is_table() && !alike) return Blocks::table(std::move(lengths));
     return Blocks::split(at, n_);  // lengths differ by one at most, the longer ones first
   }
