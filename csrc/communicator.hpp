@@ -246,7 +246,7 @@ class Communicator : public Watch {
   [[noreturn]] void fail_for_death(int q, const std::string& place);
 
   void wait_for_all(const std::vector<PostedTransfer>& posted);
-  void give_up(const std::string& reason);
+  void give_up(ErrorKind kind, const std::string& reason);
   void leave_path(ErrorKind kind, const std::string& text);
   void leave_after(const std::exception_ptr& error);
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
@@ -340,6 +340,7 @@ class Communicator : public Watch {
   std::atomic<bool> broken_{false};
   mutable std::mutex reason_mutex_;
   std::string broken_reason_;
+  ErrorKind broken_kind_ = ErrorKind::aborted;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

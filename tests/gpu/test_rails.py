@@ -15,7 +15,7 @@ import reference
 import soak
 from cases import Case, check, difference, random_values
 from gpus import GPUS, MARK, cupy
-from on_device import OnDevice, run_on
+from on_device import EMULATED, OnDevice, run_on
 from test_leaks import SLACK
 
 import collectives as cc
@@ -170,11 +170,11 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert "COLLECTIVES_GPU_PATH=host" in why
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, of which the emulated runtime has some")
+@pytest.mark.skipif(
+    not EMULATED or GPUS < 2, reason="only emulated GPUs can be told not to reach each other"
+)
 def test_one_node_whose_gpus_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 1 has GPU 0 for both of its ranks; node 0 has two, which are kept apart. All say so."""
-    if not cupy.__file__.endswith("emulated/cupy/__init__.py"):
-        pytest.skip("only emulated GPUs can be told not to reach each other")
     monkeypatch.setenv("EMULATED_NO_PEER", "0-1")
 
     def body(comm: OnDevice) -> str:
