@@ -256,6 +256,7 @@ def death(proxy: OnDevice, within: bool = False) -> None:
     except cc.CollectiveError as error:
         words += f"rank {comm.rank}: again {type(error).__name__}\n"
     os.write(1, words.encode())
+    time.sleep(2)  # the launcher may end all others with the first that ends
     os._exit(1)
 
 

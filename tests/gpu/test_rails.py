@@ -312,7 +312,7 @@ def test_a_rank_that_does_not_come(how: str) -> None:
             if how == "abort":
                 comm.comm.abort("enough")
             else:
-                time.sleep(3)
+                time.sleep(2)
             return ""
 
         def call() -> None:
@@ -324,7 +324,7 @@ def test_a_rank_that_does_not_come(how: str) -> None:
         comm.stream.synchronize()
         return f"{type(error).__name__}: {error}"
 
-    found = run_on(4, DEVICES, body, nodes=[0, 0, 1, 1], timeout=20 if how == "abort" else 1.5)
+    found = run_on(4, DEVICES, body, nodes=[0, 0, 1, 1], timeout=20 if how == "abort" else 1)
     for words in (found[0], found[1], found[3]):
         if how == "abort":
             assert words.startswith("AbortedError") and "enough" in words, words
