@@ -1,5 +1,5 @@
 """What ranks do in calls along rails, played with numbers: the parts of all ranks, each in memory
-of its own, give what the call is to give, whatever the placement, the blocks and the size of windows.
+of its own, give what the call is to give, whatever the placement, the blocks and the windows' size.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collectives.config import Settings
 from collectives.rail_plan import (
     Part,
     Pieces,
@@ -19,6 +20,8 @@ from collectives.rail_plan import (
     scratch_bytes,
     windows,
 )
+from collectives.tuning import Tuner
+from collectives.tuning.explain import explain
 from collectives.tuning.rails import (
     NEAR,
     RAILS_FROM,
@@ -202,6 +205,27 @@ def test_what_goes_along_rails() -> None:
         ([0, 1, 0, 1], ""),
     ):
         assert (words in why_not_placed(nodes)) and bool(words) == bool(why_not_placed(nodes))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nbytes", "rules", "words"),
+    [
+        ([0, 0, 1, 1], 1 << 20, "", "along rails: direct_one_shot from GPU to GPU within nodes"),
+        ([0, 0, 1, 1], 1 << 20, "all_reduce:ring", "ring is no composition"),
+        ([0, 0, 1, 1], 64, "all_reduce:hierarchical(ring, ring)", "along rails: ring from GPU"),
+        ([0, 0, 1, 1], 64, "", "calls below 128 KiB"),
+        ([0, 0, 0, 1], 1 << 20, "", "different numbers of ranks"),
+        ([0, 1], 1 << 20, "", "each rank is on a node of its own"),
+    ],
+)
+def test_explain_says_how_arrays_on_gpus_go(
+    nodes: list[int], nbytes: int, rules: str, words: str
+) -> None:
+    settings = Settings({"COLLECTIVES_ALGORITHM": rules})
+    tuner = Tuner(nodes, one_region=False, rules=settings.algorithm)
+    told = explain("all_reduce", nbytes, nodes, one_region=False, tuner=tuner)
+    (line,) = [line for line in told.splitlines() if line.startswith("on GPUs")]
+    assert words in line
 
 
 def test_windows_are_bounded() -> None:
