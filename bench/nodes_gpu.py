@@ -1,17 +1,23 @@
 """Arrays on GPUs between nodes, beside MPI between host buffers in the same run.
 
     mpirun -n 2 python bench/nodes_gpu.py --json bench/results/nodes-gpu-2.json
+    mpirun -n 4 python bench/nodes_gpu.py --nodes 2 --algorithms ring,halving_doubling
 
-Each rank has a GPU and is a node of its own, by COLLECTIVES_NODE where that is not set. In turns,
-on arrays of float32, none in place but broadcast's:
+Each rank has a GPU, and the ranks are divided into `--nodes` nodes, of one each unless it is given,
+by COLLECTIVES_NODE where that is not set. In turns, on arrays of float32, none in place but
+broadcast's:
 
     gpu     ours on arrays of the GPUs, one call behind the other on a stream; the host waits for
-            the last
+            the last. Chosen by size: along rails where nodes have several GPUs each (the row says
+            so)
+    gpu A   the same by each algorithm A of `--algorithms` that can do the collective: a flat one
+            stages whole arrays on every rank
     waited  the same, but the host waits for each
     host    ours on host arrays
     mpi     MPI's own collective on host arrays
-    wire    bare messages of MPI between host arrays, of as many bytes as a rank must send, all
-            ranks at the same time (broadcast: from rank 0 to 1)
+    wire    bare messages of MPI between host arrays, of as many bytes as a rank must send to
+            other nodes, all ranks at the same time, each to the like rank of the next node
+            (broadcast: from the first node to the second)
 
 A time is the median over windows of the slowest rank's mean of a call. Every element that each of
 the first four gives is compared before anything is timed; one that is wrong ends the run with
@@ -25,6 +31,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +45,10 @@ from mpi4py import MPI
 import collectives as cc
 from collectives import _core
 from collectives.bench import gpus, machine
+from collectives.rail_plan import place_of
+from collectives.schedule import why_unsupported
+from collectives.staging import StagedEngine
+from collectives.tuning.rails import why_not_placed, why_staged
 
 WORLD = MPI.COMM_WORLD
 SIZES = "64K,256K,1M,4M,16M,64M,256M"
@@ -97,8 +108,8 @@ def expected(collective: str, count: int, block: int) -> np.ndarray[Any, Any]:
     return np.resize(np.roll(total, -first), count)
 
 
-def ours(comm: cc.Communicator, collective: str, on: Arrays) -> Way:
-    call = getattr(comm, collective)
+def ours(comm: cc.Communicator, collective: str, on: Arrays, algorithm: str | None = None) -> Way:
+    call = functools.partial(getattr(comm, collective), algorithm=algorithm)
     if collective == "broadcast":
         return lambda: call(on.x)
     return lambda: call(on.x, out=on.out)
@@ -112,31 +123,44 @@ def theirs(collective: str, on: Arrays) -> Way:
     return lambda: call(on.x, on.out)
 
 
-def bare(collective: str, nbytes: int) -> Way:
-    """Messages of as many bytes as a rank must send for a vector of `nbytes`."""
-    n, rank = WORLD.size, WORLD.rank
+def bare(collective: str, nbytes: int, nodes: list[int]) -> Way:
+    """Messages of as many bytes as a rank must send to other nodes for a vector of `nbytes`."""
+    apart = nodes if not why_not_placed(nodes) else list(range(WORLD.size))
+    place = place_of(apart, WORLD.rank)
+    n, rail = len(place.members), place.rail
     share = {"broadcast": 1.0, "all_reduce": 2 * (n - 1) / n}.get(collective, (n - 1) / n)
+    if collective != "all_to_all":
+        share /= len(place.members[0])
     outgoing, incoming = np.ones((2, int(nbytes * share)), np.uint8)
     if collective == "broadcast":
-        return {0: lambda: WORLD.Send(outgoing, 1), 1: lambda: WORLD.Recv(incoming, 0)}.get(
-            rank, lambda: None
-        )
-    right, left = (rank + 1) % n, (rank - 1) % n
+        return {
+            0: lambda: WORLD.Send(outgoing, rail[1]),
+            1: lambda: WORLD.Recv(incoming, rail[0]),
+        }.get(place.node, lambda: None)
+    right, left = rail[(place.node + 1) % n], rail[(place.node - 1) % n]
     return lambda: WORLD.Sendrecv(outgoing, right, 0, incoming, left, 0)
 
 
 class Bench:
     """One rank: its communicators, its GPU and its stream."""
 
-    def __init__(self, staging: list[str], seconds: float) -> None:
+    def __init__(
+        self, nodes: int, algorithms: list[str], staging: list[str], seconds: float
+    ) -> None:
         self.seconds = seconds
+        self.algorithms = algorithms
         self.gpu = WORLD.rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(self.gpu).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        os.environ.setdefault("COLLECTIVES_NODE", f"node{WORLD.rank}")
+        number = WORLD.rank * (nodes or WORLD.size) // WORLD.size
+        os.environ.setdefault("COLLECTIVES_NODE", f"node{number}")
         self.comm = cc.init(timeout=60)
-        if len(set(self.comm.nodes)) != WORLD.size:
-            raise SystemExit(f"nodes_gpu: a rank a node is needed, not nodes {self.comm.nodes}")
+        found = len(set(self.comm.nodes))
+        if found < 2 or found != (nodes or found):
+            raise SystemExit(
+                f"nodes_gpu: {nodes or 'several'} nodes are needed, not nodes {self.comm.nodes} "
+                "(COLLECTIVES_NODE)"
+            )
         self.staged = {"gpu": self.comm}
         self._set_up(self.comm)
         usual = os.environ.get("COLLECTIVES_STAGING")
@@ -166,6 +190,11 @@ class Bench:
         found: dict[str, tuple[Way, Arrays | None]] = {
             name: (ours(comm, collective, on_gpu), on_gpu) for name, comm in self.staged.items()
         }
+        size = WORLD.size
+        for algorithm in self.algorithms:
+            if not why_unsupported(algorithm, collective, size, node=self.comm.nodes):
+                way = ours(self.comm, collective, on_gpu, algorithm)
+                found[f"gpu {algorithm}"] = (way, on_gpu)
         call = found["gpu"][0]
 
         def waited() -> None:
@@ -175,8 +204,14 @@ class Bench:
         found["waited"] = (waited, on_gpu)
         found["host"] = (ours(self.comm, collective, on_host), on_host)
         found["mpi"] = (theirs(collective, on_host), on_host)
-        found["wire"] = (bare(collective, nbytes), None)
+        found["wire"] = (bare(collective, nbytes, self.comm.nodes), None)
         return found
+
+    def along_rails(self, collective: str, nbytes: int) -> bool:
+        """Whether "gpu" goes along rails."""
+        engine = self.comm._device
+        assert isinstance(engine, StagedEngine), "the ranks are on several nodes"
+        return engine.rails is not None and not why_staged(collective, nbytes, None, None)
 
     def verify(self, name: str, way: Way, on: Arrays, data: Arrays) -> int:
         """How many elements are wrong, on all ranks together; `data` has the input and what must
@@ -223,6 +258,7 @@ class Bench:
                 "collective": collective,
                 "bytes": nbytes,
                 "algorithm": self.comm._tuner.choose(collective, nbytes),
+                "rails": self.along_rails(collective, nbytes),
                 "wrong": sum(wrong.values()),
                 "times": {},
             }
@@ -272,13 +308,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--collectives", default=COLLECTIVES)
     parser.add_argument("--bytes", default=SIZES)
+    parser.add_argument("--nodes", type=int, default=0, help="nodes of ranks; a rank each")
+    parser.add_argument(
+        "--algorithms", default="", help="beside what is chosen on GPU arrays, such as ring,pat"
+    )
     parser.add_argument("--staging", default="", help="further sizes of slices, such as 1M,2M")
     parser.add_argument("--seconds", type=float, default=0.7, help="of a row's windows, about")
     parser.add_argument("--limit", type=float, default=80.0, help="seconds for all rows")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
-    bench = Bench([s for s in options.staging.split(",") if s], options.seconds)
+    if not 0 <= options.nodes <= WORLD.size or options.nodes == 1:
+        parser.error(f"--nodes {options.nodes}: {WORLD.size} ranks make 2 to {WORLD.size} nodes")
+    algorithms = [a.strip() for a in re.split(r",(?![^(]*\))", options.algorithms) if a.strip()]
+    staging = [s for s in options.staging.split(",") if s]
+    bench = Bench(options.nodes, algorithms, staging, options.seconds)
     content: dict[str, Any] = {"header": header(bench), "rows": [], "left_out": []}
     for collective in options.collectives.split(","):
         for nbytes in map(parsed, options.bytes.split(",")):

@@ -204,7 +204,20 @@ def device_options(
 @final
 class Staging:
     def __init__(self, *, device: int, slot_bytes: int) -> None: ...
-    def run(self, comm: Communicator, arguments: tuple[Any, ...], stream: int) -> None: ...
+    def run(
+        self,
+        comm: Communicator,
+        arguments: tuple[Any, ...],
+        stream: int,
+        way: str = "whole",
+    ) -> None:
+        """`way`: "whole"; "rail", with the arguments of a call of the rail's ranks; or "agreement",
+        that all ranks are in this call.
+        """
+    def refuse_capture(self, stream: int, /) -> None: ...
+    def join(self, near: DeviceCommunicator, rail: Communicator, ranks: Sequence[int], /) -> None:
+        """`ranks`: the numbers of the rail's among all."""
+    def make_scratch(self, bytes: int, /) -> int: ...
     def check(self) -> None: ...
     def idle(self) -> bool: ...
     def abort(self, reason: str, kind: str = "aborted", about: int = -1) -> None: ...
@@ -392,6 +405,8 @@ class Communicator:
         """Tells peers that a call is put on the GPU; raises what a peer told."""
     def look(self) -> None:
         """Raises what a peer told."""
+    def look_around(self) -> None:
+        """Raises what a peer told, of any node, or that a process of this node has ended."""
     def abort(self, reason: str, /) -> None: ...
     def post_send(
         self, peer: int, tag: int, dtype: int, data: int, bytes: int, background: bool, /

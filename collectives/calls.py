@@ -18,11 +18,13 @@ from .schedule import algorithms, is_written, schedule, why_unsupported
 from .staging import StagedEngine
 from .tuning import ANY_SIZE, Tuner, known_algorithm
 from .tuning.device import DeviceTuner
+from .tuning.rails import parts_of, why_staged
 from .work import InFlight, QueuedWork
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
     from .bootstrap import Bootstrap
+    from .communicator import Communicator
     from .group import Group
     from .tuning.tables import Table
 
@@ -43,8 +45,8 @@ ANY_PAIR = 1 << 62
 COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
 DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
 OPS = {name: i for i, name in enumerate(_core.ops)}
-# Where a call's arguments to the core have the addresses of its input and output.
-_SOURCE, _TARGET = 4, 5
+# Where a call's arguments to the core have the addresses of its input and output, and its order.
+_SOURCE, _TARGET, _ORDER = 4, 5, 10
 
 # What `_op` answers for ops without a factor, once it was asked.
 _PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
@@ -78,6 +80,9 @@ class Calls:
     _choose_on_gpu: Callable[[str, int], str]  # the GPU tuner's choices, kept
     _choices: dict[str, list[tuple[int, int]]]  # collective -> (limit, the core's number)
     _forced: dict[tuple[str, str, int], int]  # algorithm, collective, root -> the core's number
+
+    # A communicator of some of the ranks, which must all call it, under a name.
+    _of_ranks: Callable[[Sequence[int], str], Communicator]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -276,7 +281,13 @@ class Calls:
         """Collective: makes the engine for this rank's GPU."""
         if len(set(self.nodes)) > 1:
             self._device = StagedEngine(
-                self._bootstrap, self._core, self.nodes, ordinal, self.max_blocks
+                self._bootstrap,
+                self._core,
+                self.nodes,
+                ordinal,
+                self.max_blocks,
+                self._gpu_path,
+                part=self._of_ranks,
             )
             return
         self._device = DeviceEngine(
@@ -323,11 +334,9 @@ class Calls:
         if put_on is not None:
             self._check_stream(put_on, engine, collective)
             stream = put_on.handle
+        beside = put_on is not None and put_on.beside
         if isinstance(engine, StagedEngine):
-            # A call of a slice, by what serves host arrays.
-            some = nbytes if nbytes >= ANY_PAIR else min(nbytes, engine.slot_bytes)
-            number = self._algorithm(collective, some, algorithm, root)
-            engine.run_staged(self._core, arguments, number, stream)
+            self._run_staged(engine, collective, arguments, root, nbytes, algorithm, stream, beside)
             return
         if algorithm is None or algorithm == "auto":
             algorithm = self._choose_on_gpu(collective, nbytes)
@@ -348,7 +357,6 @@ class Calls:
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        beside = put_on is not None and put_on.beside
         engine.run(arguments, algorithm, stream, nbytes, beside)
 
     def _in_place(self, algorithm: str, nbytes: int) -> str:
@@ -357,6 +365,33 @@ class Calls:
         """
         forced = self._gpu_tuner.rule("all_to_all", nbytes) is not None
         return algorithm if forced else "direct_two_shot"
+
+    def _run_staged(
+        self,
+        engine: StagedEngine,
+        collective: str,
+        arguments: tuple[Any, ...],
+        root: int,
+        nbytes: int,
+        algorithm: str | None,
+        stream: int,
+        beside: bool,
+    ) -> None:
+        """A call between nodes: along rails where it can go there, else whole."""
+        asked = None if algorithm == "auto" else algorithm
+        if asked is None and (rule := self._tuner.rule(collective, nbytes)) is not None:
+            asked = rule.algorithm
+        order = "rank" if arguments[_ORDER] else None
+        if engine.rails is not None and not why_staged(collective, nbytes, asked, order):
+            number = self._intern(asked or "hierarchical", collective, root)
+            parts = parts_of(asked or "hierarchical")
+            assert parts is not None, "all others are staged"
+            engine.rails.run(arguments, number, nbytes, parts, stream, beside=beside)
+            return
+        # A call of a slice, by what serves host arrays.
+        some = nbytes if nbytes >= ANY_PAIR else min(nbytes, engine.slot_bytes)
+        number = self._algorithm(collective, some, algorithm, root)
+        engine.run_staged(self._core, arguments, number, stream)
 
     def _check_stream(self, stream: Stream, engine: DeviceEngine, collective: str) -> None:
         if stream.ordinal not in (None, engine.device):

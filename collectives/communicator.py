@@ -11,6 +11,7 @@ Immutable inputs (jax arrays, bytes, numpy scalars) are never written: the call 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ from .point_to_point import PointToPoint
 from .reductions import Reductions
 from .registration import Registration
 from .shrinking import Shrinking
+from .staging import StagedEngine
 from .symmetric import SymmetricMemory
 from .tuning import Tuner
 from .tuning.device import DeviceTuner
@@ -238,6 +240,19 @@ class Communicator(Reductions, Movements, PointToPoint):
             rank=self.rank,
         )
 
+    def _of_ranks(self, members: Sequence[int], name: str) -> Communicator:
+        """A communicator of some of the ranks, for an engine: what COLLECTIVES_ALGORITHM says is
+        not about its calls. Collective over them.
+        """
+        settings = copy.copy(self._settings)
+        settings.algorithm = ()
+        return Communicator(
+            self._bootstrap.subgroup(list(members), f"{name}-{members[0]}"),
+            settings,
+            nodes=self._nodes_of(members),
+            max_blocks=self.max_blocks,
+        )
+
     def _nodes_of(self, members: Sequence[int]) -> list[int]:
         """Node of each of some ranks, numbered from 0."""
         nodes = [self.nodes[r] for r in members]
@@ -285,7 +300,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         # On the host first: where a peer's kernel leaves, its host finds the reason there.
         self._core.abort(reason)
         if self._device is not None:
-            self._device.core.abort(reason)
+            self._device.abort(reason)
         self._bootstrap.abort(reason)
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -403,4 +418,5 @@ class Communicator(Reductions, Movements, PointToPoint):
             one_region=self._one_region,
             tuner=self._tuner,
             transport=self.transports if self.size > 1 else None,
+            no_rails=self._device.why_no_rails if isinstance(self._device, StagedEngine) else "",
         )

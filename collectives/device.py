@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .bootstrap import Bootstrap, host_key
-from .device_memory import DeviceMemory
+from .device_memory import DeviceMemory, NoSymmetricMemory
 from .errors import (
     AbortedError,
     ArrayError,
@@ -92,8 +92,11 @@ class DeviceEngine:
     device      ordinal of this rank's GPU; `place` names it as arrays do
     max_blocks  thread blocks that its kernels may take at most; 0: as many as help. The smallest
                 bound of all ranks counts.
-    path        "auto"; "peer" or "host" forces a way (COLLECTIVES_GPU_PATH)
+    path        "auto"; "peer" or "host" forces a way (COLLECTIVES_GPU_PATH); "direct": as "peer",
+                where nobody has asked for it
     by_host     this rank has sent or received what is on its GPU by way of the host
+    sharing     ranks of this process that use this GPU at the same time, if other ones do than
+                those here
 
     After that, `bound` is the smallest bound of thread blocks, 0 if there is none. `moves` is False
     if a rank has sent so: then another may still be to receive it there. And
@@ -113,6 +116,7 @@ class DeviceEngine:
         max_blocks: int = 0,
         path: str = "auto",
         by_host: bool = False,
+        sharing: int = 0,
     ) -> None:
         self.host = host
         self.device = device
@@ -135,7 +139,7 @@ class DeviceEngine:
             paths = ", ".join(f"rank {r}: {i['path']}" for r, i in enumerate(infos))
             raise ConfigError(f"COLLECTIVES_GPU_PATH differs between ranks ({paths})")
         mine = (os.getpid(), device)
-        sharing = sum((i["pid"], i["device"]) == mine for i in infos)
+        sharing = max(sharing, sum((i["pid"], i["device"]) == mine for i in infos))
         blocks, core = 0, None
         try:
             core = _core.DeviceCommunicator(
@@ -160,7 +164,7 @@ class DeviceEngine:
         self._agree("did not meet the others", _why(core.meet))
         self.call = core.caller(host)
         self._options: dict[tuple[str, Launch], object] = {}
-        self.memory = DeviceMemory(self)
+        self.memory: DeviceMemory | NoSymmetricMemory = DeviceMemory(self)
         if self.fallback and bootstrap.rank == 0:
             warnings.warn(
                 "device arrays go through pinned memory of the host, which is slower than from GPU "
@@ -178,10 +182,12 @@ class DeviceEngine:
         failed = ""
         if path != "host":
             failed = self._connect("device")
-            if failed and path == "peer":
+            if failed and path != "auto":
+                forbids = (
+                    " (COLLECTIVES_GPU_PATH=peer forbids the way through pinned memory of the host)"
+                )
                 raise UnsupportedError(
-                    f"device arrays: {failed} (COLLECTIVES_GPU_PATH=peer forbids the way through "
-                    "pinned memory of the host)",
+                    f"device arrays: {failed}{forbids if path == 'peer' else ''}",
                     rank=self._bootstrap.rank,
                 )
         if path != "host" and not failed:
@@ -295,6 +301,10 @@ class DeviceEngine:
         except (MismatchError, AbortedError, PeerDiedError) as error:
             self.pass_on(error)
             raise
+
+    def abort(self, reason: str) -> None:
+        """Ends the kernels that wait, here and at the peers."""
+        self.core.abort(reason)
 
     def close(self) -> None:
         """Ends the rank's part, once its calls on the GPU have."""

@@ -10,7 +10,7 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _core
 from .array import dtype_name
@@ -119,6 +119,28 @@ class DeviceMemory:
 
     def _ask(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(b) for b in self._engine.gather(json.dumps(mine).encode())]
+
+
+class NoSymmetricMemory:
+    """Stands for the symmetric buffers of GPUs, which reach no other node."""
+
+    def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> NoReturn:
+        raise UnsupportedError(
+            "empty: a symmetric buffer on GPUs is mapped into all ranks, and these are on several "
+            "nodes; use an array of your library, or a communicator of one node "
+            "(split(by='node'))"
+        )
+
+    def register(self, array: Any, seen: View) -> Registration:
+        """Arrays are staged whether they are registered or not."""
+        why = "the ranks are on several nodes, between which arrays are staged"
+        return Registration(self, 0, array, seen.nbytes, why)
+
+    def release(self, number: int, together: bool) -> None:
+        """Nothing is mapped."""
+
+    def forget(self) -> None:
+        """Nothing is mapped."""
 
 
 def _reasons(answers: Sequence[dict[str, Any]]) -> str:

@@ -1,5 +1,8 @@
 """Arrays on GPUs between nodes: through pinned memory of the host, and the calls on host arrays.
 
+Here whole arrays are staged. Where nodes have several GPUs each, most calls stage a share of it on
+each rank, and the rest is done from GPU to GPU: `rails.py`.
+
 A call is put on the caller's current stream and returns at once, as within a node. Behind it a
 thread of the communicator copies a slice to the host, makes the call on it that serves host arrays
 (any algorithm, hierarchical ones included), and copies the result back, while the next slice comes
@@ -11,18 +14,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .bootstrap import Bootstrap
 from .config import Settings
 from .device import DeviceEngine, why_no_gpu
-from .errors import CollectiveError, UnsupportedError
-from .registration import Registration
+from .device_memory import NoSymmetricMemory
+from .errors import CollectiveError
+from .rails import Given, MakePart, make_rails
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
-    from .array import View
 
 # Where a call's arguments to the core have its algorithm.
 _ALGORITHM = 9
@@ -54,28 +57,6 @@ def warn_if_bound(rank: int) -> None:
         )
 
 
-class NoSymmetricMemory:
-    """Stands for the symmetric buffers of GPUs, which reach no other node."""
-
-    def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> NoReturn:
-        raise UnsupportedError(
-            "empty: a symmetric buffer on GPUs is mapped into all ranks, and these are on several "
-            "nodes; use an array of your library, or a communicator of one node "
-            "(split(by='node'))"
-        )
-
-    def register(self, array: Any, seen: View) -> Registration:
-        """Arrays are staged whether they are registered or not."""
-        why = "the ranks are on several nodes, between which arrays are staged"
-        return Registration(self, 0, array, seen.nbytes, why)
-
-    def release(self, number: int, together: bool) -> None:
-        """Nothing is mapped."""
-
-    def forget(self) -> None:
-        """Nothing is mapped."""
-
-
 class StagedEngine(DeviceEngine):
     """The GPU half of a rank whose communicator spans several nodes. Making one is collective over
     the bootstrap.
@@ -83,6 +64,10 @@ class StagedEngine(DeviceEngine):
     host        the rank's end on the host, whose calls it makes
     device      ordinal of this rank's GPU; `place` names it as arrays do
     slot_bytes  of a slice: the smallest COLLECTIVES_STAGING of all ranks. 4 times that is pinned.
+    max_blocks, path    as for `DeviceEngine`, within nodes
+    part        makes a communicator of some of the ranks
+
+    `rails` is None where calls cannot go along rails, and `why_no_rails` then says why.
 
     Raises UnsupportedError on all ranks, in words, where a GPU cannot be used.
     """
@@ -96,6 +81,9 @@ class StagedEngine(DeviceEngine):
         nodes: Sequence[int],
         device: int,
         max_blocks: int = 0,
+        path: str = "auto",
+        *,
+        part: MakePart,
     ) -> None:
         self.host = host
         self.device = device
@@ -114,7 +102,9 @@ class StagedEngine(DeviceEngine):
         assert core is not None
         self._staging = core
         self.core: Any = core
-        self.memory: Any = NoSymmetricMemory()
+        self.memory = NoSymmetricMemory()
+        given = Given(bootstrap, host, core, self.slot_bytes, device, max_blocks, path)
+        self.rails, self.why_no_rails = make_rails(given, nodes, part)
 
     def run_staged(
         self, comm: Core, arguments: tuple[Any, ...], algorithm: int, stream: int
@@ -127,4 +117,23 @@ class StagedEngine(DeviceEngine):
 
     def idle(self) -> bool:
         """True when all calls so far have ended. Raises what went wrong in them."""
-        return self._staging.idle()
+        staged = self._staging.idle()
+        if self.rails is None:
+            return staged
+        if self.rails.idle() and staged:
+            return True
+        self.rails.look_around()
+        return False
+
+    def abort(self, reason: str) -> None:
+        """Ends the kernels that wait; the communicator's own abort() ends what staged calls wait
+        for.
+        """
+        if self.rails is not None:
+            self.rails.abort(reason)
+
+    def close(self) -> None:
+        """Ends the rank's part, once its calls have."""
+        self._staging.close()
+        if self.rails is not None:
+            self.rails.close()

@@ -266,7 +266,7 @@ void Assembly::run(const Call& call, const Signature& signature, std::uint64_t h
     for (int q = 0; q < n_; ++q) operands_[q] = brought(q) + offset;
     void* out = call.output;
     Finish finish;
-    if (call.op == Op::avg) finish.divisor = n_;
+    if (call.op == Op::avg) finish.divisor = call.divides_by(n_);
     reduce_fn({call.dtype, call.op})(&out, 1, operands_.data(), n_, count, finish);
   };
   switch (call.collective) {
@@ -330,7 +330,7 @@ void Assembly::all_reduce_by_group(const Call& call, const Signature& signature,
     for (std::size_t g = 0; g < groups_.size(); ++g)  // in order of their first ranks
       operands_.push_back(all_.data() + group_at_[g]);
     Finish finish;
-    if (call.op == Op::avg) finish.divisor = n_;
+    if (call.op == Op::avg) finish.divisor = call.divides_by(n_);
     void* out = call.output;
     reduce(&out, 1, operands_.data(), static_cast<int>(operands_.size()), call.count, finish);
   }

@@ -42,7 +42,7 @@ void bind_bench(py::module_& m) {
     Call call;
     Communicator::Options options;
     if (!parse_call(reinterpret_cast<PyTupleObject*>(args.ptr())->ob_item,
-                    static_cast<Py_ssize_t>(args.size()), comm, &call, &options))
+                    static_cast<Py_ssize_t>(args.size()), comm.size(), &call, &options))
       throw py::error_already_set();
     const std::uint64_t elements =
         std::max(call.count,

@@ -165,6 +165,7 @@ void bind_communicator(py::module_& m) {
       .def("close", &Communicator::close, py::call_guard<WithoutGil>())
       .def("enter_device_call", &Communicator::enter_device_call)
       .def("look", &Communicator::look)
+      .def("look_around", &Communicator::look_around)
       .def("abort", &Communicator::abort)
       .def(
           "post_send",

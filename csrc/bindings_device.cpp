@@ -156,18 +156,28 @@ void bind_staging(py::module_& m) {
                                              });
            }),
            py::kw_only(), py::arg("device"), py::arg("slot_bytes"))
-      // `arguments`: what Communicator's own calls take.
-      .def("run",
-           [](Staging& staging, Communicator& comm, const py::tuple& arguments,
-              std::uintptr_t stream) {
-             Call call;
-             Communicator::Options options;
-             if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
-                             static_cast<Py_ssize_t>(arguments.size()), comm, &call, &options))
-               throw py::error_already_set();
-             WithoutGil release;
-             staging.run(comm, call, options, stream);
-           })
+      // `arguments`: what Communicator's own calls take, for those of the rail if `way` is "rail".
+      .def(
+          "run",
+          [](Staging& staging, Communicator& comm, const py::tuple& arguments,
+             std::uintptr_t stream, const std::string& name) {
+            const Staging::Way way = name == "rail"        ? Staging::Way::rail
+                                     : name == "agreement" ? Staging::Way::agreement
+                                                           : Staging::Way::whole;
+            Call call;
+            Communicator::Options options;
+            if (!parse_call(reinterpret_cast<PyTupleObject*>(arguments.ptr())->ob_item,
+                            static_cast<Py_ssize_t>(arguments.size()),
+                            way == Staging::Way::rail ? staging.rail_size() : comm.size(), &call,
+                            &options))
+              throw py::error_already_set();
+            WithoutGil release;
+            staging.run(comm, call, options, stream, way);
+          },
+          py::arg("comm"), py::arg("arguments"), py::arg("stream"), py::arg("way") = "whole")
+      .def("refuse_capture", &Staging::refuse_capture)
+      .def("join", &Staging::join, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("make_scratch", &Staging::make_scratch, Unlocked())
       .def("check", &Staging::check)
       // The communicator's own abort() ends what the calls wait for.
       .def(
@@ -180,16 +190,16 @@ void bind_staging(py::module_& m) {
 // Streams are numbers.
 void bind_side_streams(py::module_& m) {
   py::class_<Mark, std::shared_ptr<Mark>>(m, "Mark")
-      .def("hold", &Mark::hold)
+      .def("hold", &Mark::hold, Unlocked())  // there may be no room on the stream yet
       .def("done", &Mark::done)
       .def("wait", &Mark::wait, Unlocked())
       .def("seconds_since", &Mark::seconds_since);
   py::class_<SideStream>(m, "SideStream")
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("handle", &SideStream::handle)
-      .def("mark", &SideStream::mark)
-      .def("begin", &SideStream::begin)
-      .def("end", &SideStream::end);
+      .def("mark", &SideStream::mark, Unlocked())
+      .def("begin", &SideStream::begin, Unlocked())
+      .def("end", &SideStream::end, Unlocked());
 }
 
 }  // namespace collectives

@@ -152,6 +152,12 @@ class Communicator : public Watch {
   void enter_device_call();
   // Throws what a peer told, and nothing else: for whoever waits for the GPU.
   void look();
+  // The same, and what a rank that waits finds: a process of the region that has ended, what ranks
+  // of other nodes told. Any thread that may call MPI.
+  void look_around();
+  // While this communicator waits, `whole`, of whose ranks it has some, looks around as well. For
+  // the thread that makes its calls, which `whole` must outlive.
+  void is_part_of(Communicator* whole) { whole_ = whole; }
 
   void abort(const std::string& reason);
   // Runs what is queued to its end, and nothing later.
@@ -236,9 +242,11 @@ class Communicator : public Watch {
   void enter_slow() override;
   void leave_slow() override;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text, int peer = -1);
+  // `q`: of the region; `place`: what this rank does, in words.
+  [[noreturn]] void fail_for_death(int q, const std::string& place);
 
   void wait_for_all(const std::vector<PostedTransfer>& posted);
-  void give_up(const std::string& reason);
+  void give_up(ErrorKind kind, const std::string& reason);
   void leave_path(ErrorKind kind, const std::string& text);
   void leave_after(const std::exception_ptr& error);
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
@@ -324,6 +332,7 @@ class Communicator : public Watch {
   std::mutex poll_mutex_;
   std::chrono::steady_clock::time_point last_poll_{};
   int closed_seen_ = 0;
+  Communicator* whole_ = nullptr;
 
   std::atomic<double> timeout_s_{0};
   std::atomic<bool> busy_{false};
@@ -331,6 +340,7 @@ class Communicator : public Watch {
   std::atomic<bool> broken_{false};
   mutable std::mutex reason_mutex_;
   std::string broken_reason_;
+  ErrorKind broken_kind_ = ErrorKind::aborted;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

@@ -51,7 +51,7 @@ thread_local int slow_depth = 0;
 
 void Communicator::abort(const std::string& reason) {
   if (birth_.in_child()) check_open();
-  give_up("aborted: " + reason);
+  give_up(ErrorKind::aborted, "aborted: " + reason);
   tell_peers(ErrorKind::aborted, reason);
 }
 
@@ -80,10 +80,11 @@ void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept 
 }
 
 // The ranks are no longer in the same state: later calls raise.
-void Communicator::give_up(const std::string& reason) {
+void Communicator::give_up(ErrorKind kind, const std::string& reason) {
   std::lock_guard lock(reason_mutex_);
   if (broken_) return;
   broken_reason_ = reason;
+  broken_kind_ = kind;
   broken_ = true;
   recorder_->broken();
 }
@@ -91,12 +92,12 @@ void Communicator::give_up(const std::string& reason) {
 // A call ended half-way: the ranks are out of step.
 void Communicator::leave_path(ErrorKind kind, const std::string& text) {
   if (broken_) return;  // told already
-  give_up(text);
+  give_up(kind, text);
   tell_peers(kind, text);
 }
 
 void Communicator::fail(ErrorKind kind, const std::string& text, int peer) {
-  give_up(text);
+  give_up(kind, text);
   tell_peers(kind, text);
   throw Error(kind, text, peer);
 }
@@ -120,10 +121,10 @@ bool Communicator::told_to_stop() const { return config_.region && config_.regio
 void Communicator::raise_told(const std::string& doing) {
   const std::uint32_t word = config_.region->abort_word().load(std::memory_order_acquire);
   const std::string text = config_.region->abort_reason() + (" (" + doing + ")");
-  give_up(text);
   // A death is a death for everybody, and so is a mismatch; other reasons are the other rank's own.
   const auto kind = static_cast<ErrorKind>(word >> kKindShift);
   const bool common = kind == ErrorKind::peer_died || kind == ErrorKind::mismatch;
+  give_up(common ? kind : ErrorKind::aborted, text);
   if (!common) throw Error(ErrorKind::aborted, text, numbers_[(word & 0xffff) - 1]);
   int dead = -1;
   if (kind == ErrorKind::peer_died)
@@ -150,6 +151,39 @@ void Communicator::look() {
     note_error(name_of(error.kind()), error.what(), error.peer());
     throw;
   }
+}
+
+void Communicator::look_around() {
+  if (broken_) {
+    // Another thread of this rank has just found it, and raises the same.
+    std::lock_guard lock(reason_mutex_);
+    const bool died = broken_kind_ == ErrorKind::peer_died;
+    throw Error(died ? ErrorKind::peer_died : ErrorKind::aborted, broken_reason_);
+  }
+  look();
+  const std::string place = "rank " + std::to_string(config_.rank) + " works on its GPU";
+  try {
+    std::string text;
+    int peer = -1;
+    if (config_.mpi && config_.mpi->poisoned(&text, &peer)) {
+      const Told told = from_poison(text);
+      fail(told.kind, told.text + " (" + place + ")", told.dead >= 0 ? told.dead : peer);
+    }
+    if (!config_.region) return;
+    for (int q = 0; q < config_.region->shape().nranks; ++q)
+      if (q != config_.local_of[config_.rank] && !liveness_->left(q) && liveness_->dead(q))
+        fail_for_death(q, place);
+  } catch (const Error& error) {
+    note_error(name_of(error.kind()), error.what(), error.peer());
+    throw;
+  }
+}
+
+void Communicator::fail_for_death(int q, const std::string& place) {
+  const std::string which =
+      config_.threads ? "" : " (process " + std::to_string(liveness_->process(q)) + ")";
+  fail(ErrorKind::peer_died, "rank " + std::to_string(numbers_[q]) + which + " died while " + place,
+       numbers_[q]);
 }
 
 // Ranks that make the same calls in the same order put their k-th call on the GPU after the same
@@ -249,6 +283,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
       fail(told.kind, told.text + " (" + place() + ")", told.dead >= 0 ? told.dead : peer);
     }
   }
+  if (whole_ != nullptr) whole_->look_around();
   const double waited = duration<double>(now - since).count();
   if (waited > timeout_s_) {
     int culprit = where.peer;
@@ -277,9 +312,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
         fail(ErrorKind::closed, name + " has closed the communicator while " + place(),
              numbers_[q]);
     } else if (liveness_->dead(q)) {
-      const std::string which =
-          config_.threads ? "" : " (process " + std::to_string(liveness_->process(q)) + ")";
-      fail(ErrorKind::peer_died, name + which + " died while " + place(), numbers_[q]);
+      fail_for_death(q, place());
     }
   }
 }

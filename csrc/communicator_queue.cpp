@@ -96,7 +96,7 @@ void Communicator::enqueue(Job job) {
 }
 
 bool Communicator::drain(double seconds) {
-  if (told_to_stop()) give_up(config_.region->abort_reason());
+  if (told_to_stop()) give_up(ErrorKind::aborted, config_.region->abort_reason());
   const auto end = steady_clock::now() + duration<double>(seconds);
   while (queued_.load(std::memory_order_acquire) != 0) {
     if (steady_clock::now() > end) return false;

@@ -197,9 +197,29 @@ void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind, 
   const OnDevice current(config.device);
   const u32 poison = told | static_cast<u32>(config.rank + 1);
   for (int q = 0; q < config.nranks; ++q)
-    if (q != config.rank && world.arena[q] != nullptr)
-      cudaMemcpyAsync(world.arena[q] + offsetof(State, poison), &poison, sizeof poison,
-                      cudaMemcpyDefault, stream);
+    if (q != config.rank) poison_rank(q, poison);
+}
+
+void DeviceCommunicator::Impl::poison_rank(int rank, u32 word) {
+  if (world.arena[rank] != nullptr)
+    cudaMemcpyAsync(world.arena[rank] + offsetof(State, poison), &word, sizeof word,
+                    cudaMemcpyDefault, stream);
+}
+
+void DeviceCommunicator::Impl::stop(const std::string& reason, ErrorKind kind) {
+  abort(reason, kind, -1);
+  std::lock_guard lock(reason_mutex);
+  if (control == nullptr) return;
+  const WhileCapturing relaxed;
+  const OnDevice current(config.device);
+  const u32 told = *static_cast<volatile u32*>(&control->abort);
+  poison_rank(config.rank, told | static_cast<u32>(config.rank + 1));
+  cudaStreamSynchronize(stream);
+}
+
+bool DeviceCommunicator::Impl::gave_up() {
+  std::lock_guard lock(reason_mutex);  // close() may come from any thread
+  return control != nullptr && *static_cast<volatile u32*>(&control->record.state) != 0;
 }
 
 // ---- the interface ------------------------------------------------------------------------------
@@ -376,6 +396,12 @@ bool DeviceCommunicator::idle() {
 void DeviceCommunicator::abort(const std::string& reason, ErrorKind kind, int about) {
   impl_->abort(reason, kind, about);
 }
+
+void DeviceCommunicator::stop(const std::string& reason, ErrorKind kind) {
+  impl_->stop(reason, kind);
+}
+
+bool DeviceCommunicator::gave_up() { return impl_->gave_up(); }
 
 void DeviceCommunicator::close() { impl_->close(); }
 

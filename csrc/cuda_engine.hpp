@@ -96,6 +96,9 @@ struct DeviceCommunicator::Impl {
   void check_stream(cudaStream_t stream) const;
   void close();
   void abort(const std::string& reason, ErrorKind kind, int about);
+  void stop(const std::string& reason, ErrorKind kind);
+  bool gave_up();
+  void poison_rank(int rank, device::u32 word);
   void died(int rank, pid_t process);
   // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
   void check(bool before_call);

@@ -1,7 +1,6 @@
 // Staged calls: slices of device arrays through pinned memory, in the turn of the queue.
 #include "cuda_staging.hpp"
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>
@@ -10,6 +9,7 @@
 #include "cuda_memory.hpp"
 #include "device.hpp"
 #include "staging.hpp"
+#include "staging_cut.hpp"
 
 namespace collectives {
 
@@ -29,131 +29,6 @@ constexpr microseconds kLookEvery{5000};
 // Seconds for which a kernel believes in a host that does not stir: a slice waits for its peers as
 // long as the communicator's timeout at most, at each of a few steps.
 double patience(double timeout_s) { return 60 + 8 * std::min(timeout_s, 1e8); }
-
-struct Part {
-  std::uint64_t device, host, length;  // elements: where in the array, where in the slot
-};
-
-// `input_in_output`: the input comes to where the result has it, in the slot's output.
-struct Slice {
-  std::vector<Part> down, up;
-  bool input_in_output = false;
-  Call call;
-};
-
-// A call of less than this goes in one slice; a longer one in several, of this at least, so that
-// what comes from the GPU before the first is on the network, and goes back after the last, is a
-// small part of it. Four slices leave a quarter of the copies uncovered.
-constexpr std::uint64_t kLeastSlice = 1 << 20;
-constexpr std::uint64_t kSlices = 4;
-
-// How a call is cut: at most `each` elements of the vector, or of every block, in one slice. Equal
-// on all ranks, since it is made of what they agree on.
-class Cut {
- public:
-  Cut(const Call& call, int rank, int n, std::uint64_t slot_bytes)
-      : call_(call), rank_(rank), n_(n), blocked_(Layout::blocked(call.collective)) {
-    bytes_ = size_of(call.dtype) * (blocked_ ? n : 1);
-    most_ = slot_bytes / bytes_;
-    if (most_ == 0)
-      throw Error(ErrorKind::unsupported,
-                  "slots of " + std::to_string(slot_bytes) + " bytes are too small for blocks of " +
-                      std::to_string(n) + " ranks: raise COLLECTIVES_STAGING");
-    lay_out(blocked_ ? std::max(call_.in.longest(n_), call_.out.longest(n_)) : call_.count);
-  }
-
-  // Cuts for a vector, or blocks, of at most `longest` elements.
-  void lay_out(std::uint64_t longest) {
-    longest_ = longest;
-    const std::uint64_t least = std::max<std::uint64_t>(1, kLeastSlice / bytes_);
-    each_ = std::min(most_, std::max(least, (longest + kSlices - 1) / kSlices));
-    slices_ = std::max<std::uint64_t>(1, (longest + each_ - 1) / each_);
-  }
-
-  std::uint64_t longest() const { return longest_; }
-  std::uint64_t slices() const { return slices_; }
-
-  // The slice, with addresses still to be put in.
-  Slice slice(std::uint64_t s) const {
-    const bool root = rank_ == call_.root;
-    Slice made;
-    made.call = call_;
-    const auto whole = [&](std::uint64_t length) {
-      const std::uint64_t begin = std::min(length, s * each_);
-      return std::vector<Part>{{begin, 0, std::min(length - begin, each_)}};
-    };
-    if (!blocked_) {
-      const std::vector<Part> part = whole(call_.count);
-      made.call.count = part[0].length;
-      const bool reduces_to_root = call_.collective == Collective::reduce;
-      const bool from_root = call_.collective == Collective::broadcast;
-      if (!from_root || root) made.down = part;
-      if (!reduces_to_root || root) made.up = part;
-      if (from_root && root && call_.input == call_.output) made.up.clear();
-      return made;
-    }
-    const bool scatters = call_.collective == Collective::scatter;
-    const bool gathers = call_.collective == Collective::gather;
-    std::vector<Part> in, out;
-    if (blocks_in()) made.call.in = pieces(call_.in, s, &in);
-    if (call_.collective == Collective::all_gather) {
-      // The own block needs no copy on the host, and stays on the GPU.
-      Part own{};
-      made.call.out = pieces(call_.out, s, &out, &own);
-      own.device -= call_.out.offset(rank_);
-      made.input_in_output = true;
-      made.down = {own};
-      made.up = out;
-      return made;
-    }
-    if (blocks_out()) made.call.out = pieces(call_.out, s, &out);
-    made.down = blocks_in() ? in : whole(call_.out.length(rank_));
-    made.up = blocks_out() ? out : whole(call_.in.length(rank_));
-    if (scatters && !root) made.down.clear();
-    if (gathers && !root) made.up.clear();
-    return made;
-  }
-
- private:
-  bool blocks_in() const {
-    return call_.collective == Collective::reduce_scatter ||
-           call_.collective == Collective::scatter || call_.collective == Collective::all_to_all;
-  }
-  bool blocks_out() const {
-    return call_.collective == Collective::all_gather || call_.collective == Collective::gather ||
-           call_.collective == Collective::all_to_all;
-  }
-
-  // The slice's part of every block, packed; blocks that lie side by side are one piece. With
-  // `own`, this rank's goes there and not among the others.
-  Blocks pieces(const Blocks& blocks, std::uint64_t s, std::vector<Part>* found,
-                Part* own = nullptr) const {
-    std::vector<std::uint64_t> lengths;
-    std::uint64_t at = 0;
-    for (int q = 0; q < n_; ++q) {
-      const std::uint64_t length = blocks.length(q), begin = std::min(length, s * each_);
-      const Part piece{blocks.offset(q) + begin, at, std::min(length - begin, each_)};
-      lengths.push_back(piece.length);
-      at += piece.length;
-      if (own != nullptr && q == rank_)
-        *own = piece;
-      else if (!found->empty() && found->back().device + found->back().length == piece.device &&
-               found->back().host + found->back().length == piece.host)
-        found->back().length += piece.length;
-      else
-        found->push_back(piece);
-    }
-    if (blocks.is_table()) return Blocks::table(std::move(lengths));
-    return Blocks::split(at, n_);  // lengths differ by one at most, the longer ones first
-  }
-
-  const Call& call_;
-  int rank_, n_;
-  bool blocked_;
-  std::uint64_t bytes_;  // of an element, in all blocks
-  std::uint64_t most_;   // elements that a slot holds of each
-  std::uint64_t longest_ = 0, each_ = 0, slices_ = 1;
-};
 
 }  // namespace
 
@@ -186,6 +61,11 @@ struct Staging::State {
   std::byte* pinned = nullptr;
   u64 issued = 0;
   bool closed = false;
+  // Where calls go along rails; used while a call has its turn.
+  DeviceCommunicator* near = nullptr;
+  Communicator* rail = nullptr;
+  std::vector<int> rail_ranks;
+  std::unique_ptr<Memory> scratch;
   std::mutex mutex;
   std::exception_ptr error;            // the first
   std::vector<cudaEvent_t> events;     // that nobody uses
@@ -305,6 +185,7 @@ void Staging::State::close() {
     cudaStreamSynchronize(one);
     cudaStreamDestroy(one);
   }
+  scratch.reset();
   for (const cudaEvent_t one : events) cudaEventDestroy(one);
   for (const Slot& slot : slots)
     for (const cudaEvent_t one : {slot.filled, slot.emptied})
@@ -318,22 +199,26 @@ void Staging::State::close() {
 
 class Staging::Turn final : public Communicator::Task {
  public:
-  Turn(std::shared_ptr<State> state, Call call, Communicator::Options options, cudaEvent_t ready,
-       u64 number)
+  Turn(std::shared_ptr<State> state, Call call, Communicator::Options options, Way way,
+       cudaEvent_t ready, u64 number)
       : state_(std::move(state)),
         call_(std::move(call)),
         options_(options),
+        way_(way),
         ready_(ready),
         number_(number) {}
 
   void run(Communicator& comm) override;
 
   void end(std::exception_ptr error) noexcept override {
+    bool first = false;
     {
       const std::lock_guard lock(state_->mutex);
-      if (error && !state_->error) state_->error = error;
+      first = error && !state_->error;
+      if (first) state_->error = error;
       state_->events.push_back(ready_);
     }
+    if (first && state_->near != nullptr) stop_near(error);
     state_->end(number_);  // publishes the error, too
   }
 
@@ -341,6 +226,46 @@ class Staging::Turn final : public Communicator::Task {
   using Slot = State::Slot;
 
   void run_slices(Communicator& comm);
+
+  // What is behind this call on the stream must not write what it has not got.
+  void stop_near(const std::exception_ptr& error) noexcept {
+    try {
+      try {
+        std::rethrow_exception(error);
+      } catch (const Error& e) {
+        state_->near->stop(e.what(), e.kind());
+      } catch (const std::exception& e) {
+        state_->near->stop(e.what(), ErrorKind::aborted);
+      }
+    } catch (const std::exception&) {
+      // The GPU fails, and so will what is on the stream.
+    }
+  }
+
+  // The kernels within the node that this call builds on have done their part.
+  void check_near(Communicator& comm) {
+    if (state_->near == nullptr || !state_->near->gave_up()) return;
+    comm.look_around();  // who died, say
+    throw Error(ErrorKind::aborted, "the kernels of rank " + std::to_string(comm.rank()) +
+                                        " gave up their part of a call within its node");
+  }
+
+  // One of the calls on host memory that this one is made of.
+  void call_host(Communicator& comm, const Call& call) {
+    if (way_ != Way::rail) return comm.run_in_turn(call, options_);
+    Communicator& rail = *state_->rail;
+    rail.is_part_of(&comm);
+    try {
+      rail.run_in_turn(call, options_);
+    } catch (const Error& e) {
+      if (comm.broken()) throw;  // what all ranks were told, with their numbers
+      std::string words = "among ranks";
+      for (const int rank : state_->rail_ranks) words += " " + std::to_string(rank);
+      const auto peer = static_cast<std::size_t>(e.peer());
+      throw Error(e.kind(), words + ", numbered from 0: " + e.what(),
+                  e.peer() < 0 ? -1 : state_->rail_ranks.at(peer));
+    }
+  }
 
   // Throws what peers tell meanwhile.
   void wait(Communicator& comm, cudaEvent_t event, const char* what) {
@@ -358,7 +283,10 @@ class Staging::Turn final : public Communicator::Task {
       if (steady_clock::now() - looked < kLookEvery) continue;
       looked = steady_clock::now();
       state_->beat();
-      comm.look();
+      if (state_->near != nullptr)
+        comm.look_around();
+      else
+        comm.look();
     }
   }
 
@@ -400,6 +328,7 @@ class Staging::Turn final : public Communicator::Task {
   const std::shared_ptr<State> state_;
   const Call call_;
   const Communicator::Options options_;
+  const Way way_;
   const cudaEvent_t ready_;
   const u64 number_;
   const std::size_t size_ = size_of(call_.dtype);
@@ -427,21 +356,30 @@ void Staging::Turn::run(Communicator& comm) {
 void Staging::Turn::run_slices(Communicator& comm) {
   State& s = *state_;
   wait(comm, ready_, "what the stream did before the call");
+  check_near(comm);
   if (call_.collective == Collective::barrier) return comm.run_in_turn(call_, options_);
-  Cut cut(call_, comm.rank(), comm.size(), s.slot_bytes);
-  const bool uneven_pairs = call_.collective == Collective::all_to_all && call_.in.is_table();
-  const auto agree = [&] {
-    // Before anything is written, all ranks are in this very call; and cut it alike.
-    std::uint64_t longest = cut.longest();
+  // All ranks are in this very call; the largest `amount` of any.
+  const auto agree_on = [&](std::uint64_t amount) {
     Communicator::Options agreement = options_;
-    agreement.agreed = &longest;
+    agreement.agreed = &amount;
     comm.run_in_turn(call_, agreement);
-    cut.lay_out(longest);
+    return amount;
   };
+  if (way_ == Way::agreement) {
+    agree_on(0);
+    return;
+  }
+  const bool along_rail = way_ == Way::rail;  // which comes behind an agreement of its own
+  const Communicator& on = along_rail ? *s.rail : comm;
+  Cut cut(call_, on.rank(), on.size(), s.slot_bytes, along_rail);
+  const bool uneven_pairs =
+      !along_rail && call_.collective == Collective::all_to_all && call_.in.is_table();
+  // Before anything is written; and so that all cut alike.
+  const auto agree = [&] { cut.lay_out(agree_on(cut.longest())); };
   if (uneven_pairs) agree();
   Slice now = cut.slice(0);
   fill(now, s.slots[0]);
-  if (!uneven_pairs && cut.slices() > 1) agree();
+  if (!along_rail && !uneven_pairs && cut.slices() > 1) agree();
   const std::uint64_t slices = cut.slices();
   for (std::uint64_t i = 0; i < slices; ++i) {
     const Slot& slot = s.slots[i % kSlots];
@@ -456,9 +394,9 @@ void Staging::Turn::run_slices(Communicator& comm) {
     now.call.input = now.input_in_output ? slot.out + now.down[0].host * size_ : slot.in;
     now.call.output = slot.out;
     if (now.up.empty() && call_.collective == Collective::broadcast) now.call.output = slot.in;
-    comm.run_in_turn(now.call, options_);
+    call_host(comm, now.call);
     s.beat();
-    if (i == 0 && now.input_in_output) copy_own_block(comm.rank());
+    if (i == 0 && now.input_in_output) copy_own_block(on.rank());
     empty(now, slot);
     now = std::move(next);
   }
@@ -471,21 +409,44 @@ Staging::Staging(int device, std::size_t slot_bytes)
     : state_(std::make_shared<State>(device, slot_bytes)) {}
 Staging::~Staging() { state_->close(); }
 
-void Staging::run(Communicator& comm, const Call& call, const Communicator::Options& options,
-                  std::uintptr_t used) {
-  State& s = *state_;
-  s.check();
-  comm.look();
-  const auto stream = reinterpret_cast<cudaStream_t>(used);
-  const OnDevice current(s.device);
+void Staging::join(DeviceCommunicator& near, Communicator& rail, std::vector<int> ranks) {
+  state_->near = &near;
+  state_->rail = &rail;
+  state_->rail_ranks = std::move(ranks);
+}
+
+int Staging::rail_size() const { return static_cast<int>(state_->rail_ranks.size()); }
+
+std::uintptr_t Staging::make_scratch(std::size_t bytes) {
+  state_->scratch.reset();
+  if (bytes == 0) return 0;
+  const WhileCapturing relaxed;
+  const OnDevice current(state_->device);
+  state_->scratch = std::make_unique<Memory>(state_->device, bytes, Home::device);
+  return reinterpret_cast<std::uintptr_t>(state_->scratch->get());
+}
+
+void Staging::refuse_capture(std::uintptr_t stream) const {
+  const OnDevice current(state_->device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
-  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  check_cuda(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &capture),
+             "cudaStreamGetCaptureInfo");
   if (status != cudaStreamCaptureStatusNone)
     throw Error(ErrorKind::unsupported,
                 "a call between nodes cannot be captured in a CUDA graph: a thread of the host "
                 "takes part in it, which a replay would not start. Make the call between two "
                 "graphs");
+}
+
+void Staging::run(Communicator& comm, const Call& call, const Communicator::Options& options,
+                  std::uintptr_t used, Way way) {
+  State& s = *state_;
+  s.check();
+  comm.look();
+  refuse_capture(used);
+  const auto stream = reinterpret_cast<cudaStream_t>(used);
+  const OnDevice current(s.device);
   Communicator::Options on_device = options;
   on_device.on_device = true;
   const cudaEvent_t ready = s.event();
@@ -499,7 +460,9 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
     throw;
   }
   const u64 number = s.issued + 1;
-  comm.submit(std::make_shared<Turn>(state_, call, on_device, ready, number));
+  Call made = call;
+  if (way == Way::rail) made.divisor = comm.size();
+  comm.submit(std::make_shared<Turn>(state_, std::move(made), on_device, way, ready, number));
   s.issued = number;
   {
     const std::lock_guard lock(s.mutex);

@@ -124,6 +124,10 @@ class DeviceCommunicator {
   // Kernels that run or wait leave within milliseconds, here and at the peers, and raise `kind`:
   // aborted, peer_died or mismatch. `about`: the rank that died, if that is known. Any thread.
   void abort(const std::string& reason, ErrorKind kind = ErrorKind::aborted, int about = -1);
+  // The same, and of this rank's kernels none that starts after it returns does anything.
+  void stop(const std::string& reason, ErrorKind kind);
+  // A kernel of this rank left without its result. Any thread.
+  bool gave_up();
   void close();
 
  private:

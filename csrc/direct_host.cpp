@@ -77,7 +77,7 @@ void DirectHost::wait_slot(std::uint64_t id) {
 void DirectHost::combine(std::byte* const* outs, int nouts, const std::byte* const* operands,
                          int nops, std::uint64_t count, bool nontemporal) {
   Finish finish;
-  if (call_->op == Op::avg) finish.divisor = n_;
+  if (call_->op == Op::avg) finish.divisor = call_->divides_by(n_);
   finish.nontemporal = nontemporal;
   reduce_(reinterpret_cast<void* const*>(outs), nouts,
           reinterpret_cast<const void* const*>(operands), nops, count, finish);

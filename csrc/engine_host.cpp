@@ -11,7 +11,7 @@ namespace {
 
 Finish finish_of(const Piece& piece, const Call& call, int nranks) {
   Finish finish;
-  if (piece.complete && call.op == Op::avg) finish.divisor = nranks;
+  if (piece.complete && call.op == Op::avg) finish.divisor = call.divides_by(nranks);
   return finish;
 }
 

@@ -68,6 +68,9 @@ struct Call {
   std::byte* output = nullptr;
   std::uint64_t count = 0;
   Blocks in, out;
+  int divisor = 0;  // of avg, where what ranks bring are sums already; 0: the number of ranks
+
+  int divides_by(int nranks) const { return divisor != 0 ? divisor : nranks; }
 };
 
 // Spans of the chunks of a call, segment by segment, in elements.

@@ -48,6 +48,8 @@ void DeviceCommunicator::transfer(const std::vector<DeviceTransfer>&, std::uintp
 void DeviceCommunicator::check() { refuse(); }
 bool DeviceCommunicator::idle() { refuse(); }
 void DeviceCommunicator::abort(const std::string&, ErrorKind, int) { refuse(); }
+void DeviceCommunicator::stop(const std::string&, ErrorKind) { refuse(); }
+bool DeviceCommunicator::gave_up() { refuse(); }
 void DeviceCommunicator::close() { refuse(); }
 
 }  // namespace collectives

@@ -14,9 +14,13 @@ struct Staging::State {};
 
 Staging::Staging(int, std::size_t) { refuse(); }
 Staging::~Staging() = default;
-void Staging::run(Communicator&, const Call&, const Communicator::Options&, std::uintptr_t) {
+void Staging::run(Communicator&, const Call&, const Communicator::Options&, std::uintptr_t, Way) {
   refuse();
 }
+void Staging::join(DeviceCommunicator&, Communicator&, std::vector<int>) { refuse(); }
+void Staging::refuse_capture(std::uintptr_t) const { refuse(); }
+int Staging::rail_size() const { refuse(); }
+std::uintptr_t Staging::make_scratch(std::size_t) { refuse(); }
 void Staging::check() { refuse(); }
 bool Staging::idle() { refuse(); }
 void Staging::close() { refuse(); }

@@ -253,7 +253,7 @@ Blocks to_blocks(PyObject* o, int n) {
 
 }  // namespace
 
-bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call,
+bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
                 Communicator::Options* options) {
   if (nargs != 13) {
     PyErr_Format(PyExc_TypeError, "a call takes 13 arguments, not %zd", nargs);
@@ -266,8 +266,8 @@ bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& com
   call->input = reinterpret_cast<const std::byte*>(PyLong_AsUnsignedLongLong(args[4]));
   call->output = reinterpret_cast<std::byte*>(PyLong_AsUnsignedLongLong(args[5]));
   call->count = PyLong_AsUnsignedLongLong(args[6]);
-  call->in = to_blocks(args[7], comm.size());
-  call->out = to_blocks(args[8], comm.size());
+  call->in = to_blocks(args[7], nranks);
+  call->out = to_blocks(args[8], nranks);
   options->algorithm = static_cast<int>(PyLong_AsLong(args[9]));
   options->order = static_cast<Order>(PyLong_AsLong(args[10]));
   options->factor[0] = PyFloat_AsDouble(args[11]);
@@ -282,7 +282,7 @@ PyObject* fast_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   try {
     Call call;
     Communicator::Options options;
-    if (!parse_call(args, nargs, *caller.comm, &call, &options)) return nullptr;
+    if (!parse_call(args, nargs, caller.comm->size(), &call, &options)) return nullptr;
     const std::uint64_t elements =
         call.count + call.in.total(caller.comm->size()) + call.out.total(caller.comm->size());
     run_call(caller, call, options, elements * size_of(call.dtype));
@@ -298,7 +298,7 @@ PyObject* fast_submit(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   try {
     Call call;
     Communicator::Options options;
-    if (!parse_call(args, nargs, *caller.comm, &call, &options)) return nullptr;
+    if (!parse_call(args, nargs, caller.comm->size(), &call, &options)) return nullptr;
     return caller.wrap_work(caller.comm->submit(std::move(call), options));
   } catch (...) {
     set_error_from_exception();
@@ -378,7 +378,8 @@ PyObject* device_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
     const std::uintptr_t stream = PyLong_AsUnsignedLongLong(args[1]);
     Call call;
     Communicator::Options numbers;
-    if (!parse_call(args + kBefore, nargs - kBefore, *caller.comm, &call, &numbers)) return nullptr;
+    if (!parse_call(args + kBefore, nargs - kBefore, caller.comm->size(), &call, &numbers))
+      return nullptr;
     DeviceOptions options = *how;
     options.order = numbers.order;
     options.factor[0] = numbers.factor[0];

@@ -47,7 +47,7 @@ void install_wait_hooks();
 // (collective, dtype, op, root, in, out, count, in_blocks, out_blocks, algorithm, order, re, im):
 // numbers throughout. Blocks: None, int (equal), (total,) (split), [lengths] or ([lengths],
 // [offsets]). False with the error indicator set if malformed.
-bool parse_call(PyObject* const* args, Py_ssize_t nargs, const Communicator& comm, Call* call,
+bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
                 Communicator::Options* options);
 
 // New references to the functions sum(x[, out]) -> bool, call(...), and submit(...) ->

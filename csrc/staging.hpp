@@ -14,13 +14,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "communicator.hpp"
+#include "device.hpp"
 
 namespace collectives {
 
 class Staging {
  public:
+  // What is done in a call's turn: the whole call, on all ranks; a call of this rank's rail, which
+  // takes part in one of all ranks; or nothing but that all ranks agree that they are in this call.
+  enum class Way { whole, rail, agreement };
+
   // Allocates 2 * 2 * slot_bytes of pinned memory (two slots, each with an input and an output),
   // and tests that copies go on while a kernel waits: else Error(unsupported).
   Staging(int device, std::size_t slot_bytes);
@@ -31,7 +37,17 @@ class Staging {
   // Puts the call on `stream` (a cudaStream_t). Throws what an earlier call found, and
   // Error(unsupported) while the stream is captured.
   void run(Communicator& comm, const Call& call, const Communicator::Options& options,
-           std::uintptr_t stream);
+           std::uintptr_t stream, Way way = Way::whole);
+  // Throws Error(unsupported) while the stream is captured.
+  void refuse_capture(std::uintptr_t stream) const;
+  // What goes along rails from now on: `rail` is the communicator of this rank's, whose ranks have
+  // the numbers `ranks` among all, and `near` its GPU's end within the node. If a call fails,
+  // `near` is stopped before the stream goes on; where `near` gave up, calls fail. Both must
+  // outlive this.
+  void join(DeviceCommunicator& near, Communicator& rail, std::vector<int> ranks);
+  int rail_size() const;
+  // Memory on the GPU, until close() or the next one is made; its address. Of 0 bytes: none.
+  std::uintptr_t make_scratch(std::size_t bytes);
   // Throws what a call found.
   void check();
   // True when all calls so far have ended; throws as check() does.

@@ -77,6 +77,12 @@ def device_choices(collective: str, nranks: int) -> tuple[Choice, ...]:
     return (Choice(ANY_SIZE, "direct_one_shot"),)
 
 
+@lru_cache(1024)
+def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
+    """The one of `device_choices` for a call of `nbytes`."""
+    return next(c.algorithm for c in device_choices(collective, nranks) if nbytes <= c.limit)
+
+
 class Launch(NamedTuple):
     """How a kernel made by hand does a call.
 
@@ -222,7 +228,7 @@ class DeviceTuner(Tuner):
 
     def why_built_in(self, collective: str, nbytes: int) -> str:
         """Why `built_in` answers as it does, in words."""
-        algorithm = next(c.algorithm for c in self.built_in(collective) if nbytes <= c.limit)
+        algorithm = device_algorithm(collective, nbytes, self.nranks)
         one_step = algorithm == "direct_one_shot" or collective == "all_to_all"
         if one_step and self.way(algorithm, collective, nbytes) in ("packets", "lines"):
             words = "so small that one message to each peer, without a hand-shake, is the fastest"

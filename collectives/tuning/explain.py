@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..config import format_size
+from ..config import DEFAULT_STAGING, format_size
 from ..errors import UnsupportedError
 from ..schedule import algorithms, schedule
 from . import ANY_SIZE, Tuner, model
-from .device import WAYS
+from .device import WAYS, device_algorithm
+from .rails import NEAR, parts_of, why_not_placed, why_staged
 
 
 class Candidate(NamedTuple):
@@ -94,6 +95,7 @@ def explain(
     cores: int | None = None,
     dtype: str | None = None,
     measured: Mapping[str, float] | None = None,
+    no_rails: str = "",
 ) -> str:
     """What would run for a call of `nbytes`, why, and what it and the others are expected to take.
 
@@ -105,6 +107,7 @@ def explain(
     cores       that the ranks of a node share; None: each has one of its own
     dtype       of the elements, to be named
     measured    seconds by algorithm, to be shown beside; otherwise those of the measured table
+    no_rails    why arrays on GPUs do not go along rails, where that is known
     """
     n = len(nodes)
     if collective == "barrier":
@@ -139,6 +142,8 @@ def explain(
         lines.append(f"way      {mine.way}: {WAYS[mine.way]}")
     lines.append(f"costs    {_cost(mine)}")
     lines.append(f"by size  {_table(tuner, collective)}")
+    if len(set(nodes)) > 1:
+        lines.append(f"on GPUs  {_on_gpus(collective, nbytes, nodes, tuner, no_rails)}")
     lines += ["", *_ranking(found, choice, measured is not None)]
     fastest = found[0]
     known = fastest.measured if measured else fastest.predicted
@@ -151,6 +156,29 @@ def explain(
             f"COLLECTIVES_ALGORITHM='{collective}:{fastest.algorithm}', or algorithm= in the call.",
         ]
     return "\n".join(lines)
+
+
+def _on_gpus(
+    collective: str, nbytes: int, nodes: Sequence[int], tuner: Tuner, no_rails: str
+) -> str:
+    """How a call on arrays on GPUs goes between nodes."""
+    rule = tuner.rule(collective, nbytes)
+    asked = rule.algorithm if rule is not None else None
+    why = no_rails or why_not_placed(nodes) or why_staged(collective, nbytes, asked, None)
+    if why:
+        return f"whole arrays through memory of the host, by the same algorithm: {why}"
+    parts = parts_of(asked or "hierarchical")
+    assert parts is not None, "all others are staged"
+    nnodes = len(set(nodes))
+    size = len(nodes) // nnodes
+    near = parts.near or device_algorithm(NEAR[collective][0], nbytes, size)
+    rail = parts.rail or Tuner(list(range(nnodes)), one_region=False).choose(
+        collective, min(nbytes // size, DEFAULT_STAGING)
+    )
+    return (
+        f"along rails: {near} from GPU to GPU within nodes, {rail} between them through memory of "
+        "the host"
+    )
 
 
 def _ranking(found: Sequence[Candidate], choice: str, with_measured: bool) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import cupy
@@ -17,6 +18,7 @@ from on_device import OnDevice, some
 
 import collectives as cc
 from collectives import _core
+from collectives.schedule import why_unsupported
 
 WORLD = MPI.COMM_WORLD
 NODES = [int(node) for node in sys.argv[2].split(",")]
@@ -147,6 +149,26 @@ def order(proxy: OnDevice) -> None:
     assert (got == n * (n + 1) / 2).all(), got
 
 
+def rails(proxy: OnDevice) -> int:
+    """Calls that go along rails where nodes are alike, by what serves them and by compositions."""
+    engine: Any = proxy.comm._device
+    alike = len({NODES.count(node) for node in NODES}) == 1
+    assert (engine.rails is not None) == alike, engine.why_no_rails
+    wanted = [
+        Case(collective, algorithm, dtype, op, count, root=proxy.size - 1, place=place, seed=count)
+        for collective in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+        for algorithm, dtype, op, count, place in (
+            (None, "float32", "avg" if "reduce" in collective else "sum", 100_002, "out"),
+            ("hierarchical(direct_two_shot, direct_two_shot)", "int16", "sum", 5001, "in"),
+            ("hierarchical(direct_two_shot, ring)", "bfloat16", "sum", 1, "out"),
+        )
+        if not why_unsupported(algorithm or "hierarchical", collective, proxy.size, node=NODES)
+    ]
+    for case in wanted:
+        check(proxy, case)
+    return len(wanted)
+
+
 def raises(kind: type[Exception], words: str, call: Any) -> str:
     try:
         call()
@@ -197,19 +219,33 @@ def errors(proxy: OnDevice) -> None:
     twin.comm.close()
 
 
-def death(proxy: OnDevice) -> None:
+def die_behind(proxy: OnDevice) -> None:
+    """Ends the process once all that is on the stream has been done."""
+    proxy.stream.synchronize()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def death(proxy: OnDevice, within: bool = False) -> None:
     """The last rank is killed: the others raise PeerDiedError or what its node tells; their GPUs
-    work on."""
+    work on.
+
+    within  in a call along rails, when all have agreed on it and its node has combined its share
+    """
     comm = proxy.comm
     x = device_array(proxy, 20_000)
     host = np.ones(20_000, np.float32)
     if comm.rank == comm.size - 1:
+        if within:
+            engine: Any = comm._device
+            engine.rails._put_on_rail = lambda *_: die_behind(proxy)
+            with proxy.stream:
+                comm.all_reduce(x, algorithm="hierarchical")
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     words = f"rank {comm.rank}: nothing raised\n"
     try:
         with proxy.stream:
-            comm.all_reduce(x)
+            comm.all_reduce(x, algorithm="hierarchical" if within else None)
         comm.synchronize()
     except cc.CollectiveError as error:
         seconds = time.monotonic() - began
@@ -220,15 +256,17 @@ def death(proxy: OnDevice) -> None:
     except cc.CollectiveError as error:
         words += f"rank {comm.rank}: again {type(error).__name__}\n"
     os.write(1, words.encode())
+    time.sleep(2)  # the launcher may end all others with the first that ends
     os._exit(1)
 
 
 def main() -> None:
     os.environ["COLLECTIVES_NODE"] = f"node{NODES[WORLD.rank]}"
     what = sys.argv[1]
-    if what == "death":
+    dies = what.startswith("death")
+    if dies:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, when it sees the death
-    comm = cc.init(timeout=30 if what != "death" else 60)
+    comm = cc.init(timeout=60 if dies else 30)
     assert comm.nodes == NODES, comm.nodes
     proxy = OnDevice(comm, comm.rank % _core.device_count()[0])
     check(proxy, Case("all_reduce", None, count=100, place="out"))
@@ -238,6 +276,8 @@ def main() -> None:
         "order": order,
         "errors": errors,
         "death": death,
+        "death within": partial(death, within=True),
+        "rails": rails,
     }
     done = parts[what](proxy)
     comm.close()

@@ -57,6 +57,13 @@ def test_every_collective(nodes: str, staging: str) -> None:
     assert all_right(ranks("cases", nodes, staging).expect(status=0), n) >= 52
 
 
+@pytest.mark.parametrize("nodes", ["0,1,0,1", "0,0,0,1,1,2"])
+def test_calls_along_rails(nodes: str) -> None:
+    """By processes, through CUDA IPC, in several windows; uneven nodes have none."""
+    n = nodes.count(",") + 1
+    assert all_right(ranks("rails", nodes, "16K").expect(status=0), n) >= 12
+
+
 def test_slices_of_less_than_a_slot() -> None:
     all_right(ranks("large", "0,1", "8M").expect(status=0), 2)
 
@@ -71,16 +78,37 @@ def test_errors_in_words_and_a_mismatch_writes_nothing() -> None:
 
 
 @pytest.mark.faults
-def test_survivors_of_a_death() -> None:
-    """Ranks of its node see that it died, and tell those of other nodes, long before a deadline."""
-    got = ranks("death", "0,1,1", "4K")
+@pytest.mark.parametrize(("what", "nodes"), [("death", "0,1,1"), ("death within", "0,0,1,1")])
+def test_survivors_of_a_death(what: str, nodes: str) -> None:
+    """Ranks of its node see that it died, and tell those of other nodes, long before a deadline:
+    before a call, or while its rail waits for it.
+    """
+    got = ranks(what, nodes, "4K")
+    last = nodes.count(",")
     lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)
-    assert sorted(line[0] for line in lines) == ["0", "1"], got
+    assert sorted(line[0] for line in lines) == [str(r) for r in range(last)], got
     for _, kind, seconds, text in lines:
         assert kind == "PeerDiedError", got
-        assert "rank 2 (process " in text, got
+        assert f"rank {last} (process " in text, got
         assert float(seconds) < 30, got
-    assert len(re.findall(r"again \w+Error$", got.output, re.MULTILINE)) == 2, got
+    assert len(re.findall(r"again \w+Error$", got.output, re.MULTILINE)) == last, got
+
+
+def test_the_benchmark_compares_rails_with_flat_algorithms(tmp_path: Path) -> None:
+    """bench/nodes_gpu.py on two nodes of two ranks, a composition among the algorithms."""
+    told = tmp_path / "told.json"
+    names = "ring,hierarchical(ring, ring)"
+    words = ["--nodes", 2, "--algorithms", names, "--bytes", "4K,128K", "--seconds", "0.01"]
+    words += ["--collectives", "all_reduce,all_to_all", "--json", told]
+    got = launch.run(4, BENCHMARK, *words, launcher="openmpi", timeout=110).expect(status=0)
+    found = json.loads(told.read_text())
+    assert not found["left_out"], got
+    for row in found["rows"]:
+        assert row["wrong"] == 0 and row["rails"] == (row["bytes"] == 128 << 10), row
+        extra = [f"gpu {a}" for a in ("ring", "hierarchical(ring, ring)")]
+        extra = extra if row["collective"] == "all_reduce" else []
+        assert list(row["times"]) == ["gpu", *extra, "waited", "host", "mpi", "wire"], row
+    assert [row["bytes"] for row in found["rows"]] == [4 << 10, 128 << 10] * 2
 
 
 def test_the_benchmark_verifies_and_tells(tmp_path: Path) -> None:
