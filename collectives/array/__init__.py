@@ -30,7 +30,7 @@ from typing import Any
 from .dtypes import ITEM_SIZES, dtype_name, numpy_dtype
 from .gpus import GpuFacts, gpu_facts
 from .memory import from_pointer
-from .namespace import device_name, empty, namespace, native
+from .namespace import device_name, empty, namespace, native, release
 from .recognising import KINDS, recognise
 from .streams import Stream, stream_of
 from .views import View, check_overlap, overlap
@@ -103,6 +103,7 @@ __all__ = [
     "new_like",
     "numpy_dtype",
     "overlap",
+    "release",
     "stream_of",
     "view",
 ]

@@ -58,3 +58,13 @@ def empty(shape: Any, dtype: str, device: str) -> Any:
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(int(device.partition(":")[2])):
         return cupy.empty(shape, numpy_dtype(dtype))
+
+
+def release(device: str) -> None:
+    """Gives the memory of arrays that are gone back to a GPU ("cuda:N"): cupy keeps it for arrays
+    of the same size. Nothing on the host.
+    """
+    if device != "cpu":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(int(device.partition(":")[2])):
+            cupy.get_default_memory_pool().free_all_blocks()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..agreement import agree
-from ..array import device_name, dtype_name, empty, native
+from ..array import device_name, dtype_name, empty, native, release
 from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
 from ..bucketing import Bucketer
 from ..errors import CollectiveError, did_you_mean
@@ -545,13 +545,26 @@ class Trainer:
         """
         if self._values is not None:
             if self.bucketer.rebuilt:
+                self.store.shards, self.store.owners = [], {}
+                self._release()
                 self._build(self._values)
+                self._release()
             self._values = None
         if self._each and self.sharding < 2:
             for name in nowhere:
                 self.bucketer.view(name)[...] = 0  # the bucketer left what was there
             for shard in self.store.shards:
                 self._take(shard)
+
+    def _release(self) -> None:
+        """Gives memory that is not used back to GPUs: pieces have other sizes from now on, for
+        which cupy would not use what it keeps. Freeing waits for the GPU, so nobody may have put
+        on it what waits for another rank.
+        """
+        self.comm.barrier()
+        for place in {bucket.device for bucket in self.bucketer.buckets}:
+            release(place)
+        self.comm.barrier()
 
     def _norm(self, scale: float, unused: frozenset[str]) -> tuple[float, bool]:
         """The norm of the gradient, and whether it overflowed in fp16."""

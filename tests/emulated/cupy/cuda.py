@@ -51,19 +51,33 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
 
+# What is free again, as cupy keeps it, by pool, device and size. Nothing is given back: that waits
+# for the device, and Python's collector does it in whatever thread it runs in, such as a rank's for
+# which the kernels on the device wait.
+_FREE: dict[tuple[bool, int, int], list[int]] = {}
+
+
 class Memory:
     def __init__(self, size: int, pool: bool = False) -> None:
         self.size = size
         self.device = Device()
-        at = ctypes.c_void_p()
+        self._kept = _FREE.setdefault((pool, self.device.id, size), [])
+        try:
+            self.ptr = self._kept.pop()
+        except IndexError:
+            self.ptr = self._allocate(pool)
+
+    def _allocate(self, pool: bool) -> int:
+        at, size = ctypes.c_void_p(), ctypes.c_size_t(self.size)
         if pool:
-            _check(_cuda.cudaMallocAsync(ctypes.byref(at), ctypes.c_size_t(size), None))
+            _check(_cuda.cudaMallocAsync(ctypes.byref(at), size, None))
         else:
-            _check(_cuda.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(size)))
-        self.ptr = at.value or 0
+            _check(_cuda.cudaMalloc(ctypes.byref(at), size))
+        return at.value or 0
 
     def __del__(self) -> None:
-        _cuda.cudaFree(_pointer(self.ptr))
+        if hasattr(self, "ptr"):
+            self._kept.append(self.ptr)
 
 
 class UnownedMemory:
