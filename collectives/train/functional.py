@@ -129,8 +129,10 @@ class FunctionModel(Model):
         # jax arrays never change, and the trainer writes its parameters: jax gets a copy.
         if device_name(x) == "cpu":
             return self._jax.numpy.array(x, copy=True)
+        # (from_dlpack(x, copy=True) is for arrays on hosts: jax 0.11 refuses it for those on GPUs.)
         # Nothing orders what jax does on its streams before what the trainer writes there next.
-        return self._jax.numpy.from_dlpack(x, copy=True).block_until_ready()
+        seen = self._jax.numpy.from_dlpack(x)
+        return self._jax.numpy.array(seen, copy=True).block_until_ready()
 
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
         self._store, self._gatherer = store, gatherer

@@ -29,7 +29,9 @@ _H2D, _D2H = 1, 2
 
 
 def some(cases: list[Any]) -> list[Any]:
-    """All cases on a GPU; on a CPU (tests/emulated) as many as EMULATED_THIN leaves."""
+    """All cases on a GPU; as many as EMULATED_THIN leaves on a CPU (tests/emulated), and where
+    processes share a GPU.
+    """
     return cases[:: int(os.environ.get("EMULATED_THIN", "1"))]
 
 

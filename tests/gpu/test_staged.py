@@ -11,7 +11,8 @@ from pathlib import Path
 
 import launch
 import pytest
-from gpus import MARK
+from gpus import GPUS, MARK
+from on_device import EMULATED
 
 pytestmark = [MARK, pytest.mark.mpi]
 
@@ -21,9 +22,16 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_t
 
 
 def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> launch.Result:
+    n = nodes.count(",") + 1
+    more = {}
+    if not EMULATED and n > GPUS:
+        # Processes that share a GPU take turns there, of milliseconds, and each wait of a slice for
+        # another rank takes such turns: few cases then, in few slices.
+        more["EMULATED_THIN"] = "8"
+        staging = staging if staging.endswith("M") else "1M"
     path = os.pathsep.join([str(WORKER.parent), os.environ.get("PYTHONPATH", "")])
     return launch.run(
-        nodes.count(",") + 1,
+        n,
         WORKER,
         what,
         nodes,
@@ -34,6 +42,7 @@ def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> l
             # Seconds until mpirun kills the others when a rank has died; of Open MPI 5 and 4.
             "PRTE_MCA_odls_base_sigkill_timeout": "40",
             "OMPI_MCA_odls_base_sigkill_timeout": "40",
+            **more,
         },
         timeout=timeout,
     )
