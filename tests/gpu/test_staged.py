@@ -29,7 +29,8 @@ def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> l
         # another rank takes such turns: few cases then, in few slices.
         more["EMULATED_THIN"] = "8"
         staging = staging if staging.endswith("M") else "1M"
-    path = os.pathsep.join([str(WORKER.parent), os.environ.get("PYTHONPATH", "")])
+    folders = [str(WORKER.parent), str(WORKER.parents[1])]
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     return launch.run(
         n,
         WORKER,
