@@ -79,21 +79,38 @@ def make_rails(given: Given, nodes: Sequence[int], part: MakePart) -> tuple[Rail
     members = place.members[place.node]
     near_comm, rail_comm = part(members, "near"), part(place.rail, "rail")
     near, room = None, 0
-    try:
-        near = DeviceEngine(
-            near_comm._bootstrap,
-            near_comm._core,
-            [0] * len(members),
-            given.device,
-            bound,
-            "direct",
-            sharing=sum(info["where"] == mine for info in infos),
-        )
+
+    def make() -> None:
+        nonlocal near, why
+        try:
+            near = DeviceEngine(
+                near_comm._bootstrap,
+                near_comm._core,
+                [0] * len(members),
+                given.device,
+                bound,
+                "direct",
+                sharing=sum(info["where"] == mine for info in infos),
+            )
+        except CollectiveError as error:  # the others are told, rather than left to wait
+            why = str(error)
+
+    # What one node's ranks allocate would wait for another's kernels on the same GPU, which wait
+    # for ranks that this holds up: nodes of one process, as threads make them, come in turn.
+    processes = {tuple(info["where"][:2]) for info in infos}
+    homes = {(*info["where"][:2], node) for info, node in zip(infos, nodes, strict=True)}
+    turns = [place.node] if len(homes) == len(processes) else range(len(place.members))
+    for node in turns:
+        if node == place.node:
+            make()
+        _ask(bootstrap, {})
+    if near is not None:
         near_comm._device = near
         near.memory = NoSymmetricMemory()  # in no cycle: it is freed where this is dropped
-        room = given.staging.make_scratch(scratch_bytes(given.slot_bytes, bootstrap.size))
-    except CollectiveError as error:  # the others are told, rather than left to wait
-        why = str(error)
+        try:
+            room = given.staging.make_scratch(scratch_bytes(given.slot_bytes, bootstrap.size))
+        except CollectiveError as error:
+            why = str(error)
     answers = _ask(bootstrap, {"why": why})
     why = "; ".join(f"rank {r}: {a['why']}" for r, a in enumerate(answers) if a["why"])
     if near is None or why:

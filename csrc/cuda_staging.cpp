@@ -76,6 +76,10 @@ Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes +
   std::string why;
   const int count = device_count(&why);
   if (count == 0) throw Error(ErrorKind::unsupported, why);
+  // One rank of a process at a time: what one allocates waits for the kernel by which another tests
+  // the copies, and holds up the very calls that would end it.
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   const WhileCapturing relaxed;
   const OnDevice current(device);
   check_cuda(static_cast<cudaError_t>(load_staging_wait()), "loading the kernels");
