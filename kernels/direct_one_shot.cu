@@ -31,6 +31,7 @@ namespace {
 class Concatenation {
  public:
   static constexpr bool kReduces = false;
+  static constexpr int kTogether = 4;
   __device__ void add(int q, u64 unit) { unit_[q] = unit; }
   template <class Shares>
   __device__ void deliver(const OneShotCall& call, const Shares& shares, u64 at) const {
@@ -148,8 +149,10 @@ __global__ void __launch_bounds__(Shares::kMostThreads)
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) work[u].add(q, units[u]);
     };
-    failed = !receive_from_all<Shares::kTogether>(world, carrier, parity, flags, epoch, wanted, own,
-                                                  slow, take);
+    constexpr int kTogether =
+        Shares::kTogether < Work::kTogether ? Shares::kTogether : Work::kTogether;
+    failed =
+        !receive_from_all<kTogether>(world, carrier, parity, flags, epoch, wanted, own, slow, take);
     if (failed) break;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u)

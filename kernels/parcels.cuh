@@ -63,10 +63,20 @@ __device__ inline void store_unit(unsigned char* p, u64 bytes, u64 v) {
   for (u64 i = 0; i < bytes; ++i) p[i] = static_cast<unsigned char>(v >> (8 * i));
 }
 
-__device__ inline u64 result_of(const Arithmetic& arithmetic, const u64* units, int n) {
+// (One copy of each of these: as many calls in line take minutes to compile.)
+__device__ __noinline__ inline u64 result_of(const Arithmetic& arithmetic, const u64* units,
+                                             int n) {
   u64 result = 0;
   dispatch_unit(arithmetic.reducer,
                 [&](auto a) { result = combine_units<decltype(a)>(units, n, arithmetic.divisor); });
+  return result;
+}
+
+__device__ __noinline__ inline u64 scaled_by_any(const Arithmetic& arithmetic, u64 unit) {
+  u64 result = unit;
+  dispatch_unit(arithmetic.reducer, [&](auto a) {
+    result = scale_unit<decltype(a)>(unit, arithmetic.factor[0], arithmetic.factor[1]);
+  });
   return result;
 }
 
@@ -76,6 +86,10 @@ template <class A>
 class Combination {
  public:
   static constexpr bool kReduces = true;
+  static constexpr int kTogether = 4;  // parcels of different peers that are looked at together
+  __device__ static u64 scaled(const Arithmetic& arithmetic, u64 unit) {
+    return scale_unit<A>(unit, arithmetic.factor[0], arithmetic.factor[1]);
+  }
   __device__ void add(int q, u64 unit) {
     A operand;
     operand.load(unit);
@@ -97,6 +111,10 @@ template <>
 class Combination<void> {
  public:
   static constexpr bool kReduces = true;
+  static constexpr int kTogether = 1;  // which compiles in a fraction of the time
+  __device__ static u64 scaled(const Arithmetic& arithmetic, u64 unit) {
+    return scaled_by_any(arithmetic, unit);
+  }
   __device__ void add(int q, u64 unit) { unit_[q] = unit; }
   __device__ u64 result(const OneShotCall& call) {
     return result_of(call.arithmetic, unit_, call.world.nranks);
@@ -105,18 +123,12 @@ class Combination<void> {
  private:
   u64 unit_[kMaxRanks];
 };
+
 // This rank's contribution, of what lies in memory.
 template <class Work>
 __device__ u64 contribution(const OneShotCall& call, u64 unit) {
   if constexpr (Work::kReduces) {
-    if (call.arithmetic.scaled) {
-      u64 scaled = unit;
-      dispatch_unit(call.arithmetic.reducer, [&](auto a) {
-        scaled =
-            scale_unit<decltype(a)>(unit, call.arithmetic.factor[0], call.arithmetic.factor[1]);
-      });
-      return scaled;
-    }
+    if (call.arithmetic.scaled) return Work::scaled(call.arithmetic, unit);
   }
   return unit;
 }

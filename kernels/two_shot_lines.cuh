@@ -109,7 +109,7 @@ class TwoSteps {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) sum[u].add(q, theirs[u]);
       };
-      if (!receive_from_all<kTogether>(
+      if (!receive_from_all<Combination<A>::kTogether>(
               world_, lines_, parity, flags, epoch, [&](int) { return wanted; }, units, slow, take))
         return false;
 #pragma unroll
@@ -129,7 +129,7 @@ class TwoSteps {
         if (is_any && q != world_.rank) store_share(q, number, theirs);
       };
       const u64 none[kUnits] = {};
-      if (!receive_from_all<kTogether>(
+      if (!receive_from_all<Combination<A>::kTogether>(
               world_, lines_, parity, flags, epoch, [&](int) { return wanted; }, none, slow, take))
         return false;
     }

@@ -162,16 +162,18 @@ def test_jax_gets_copies_of_parameters_on_a_gpu_that_are_there():
     """The trainer writes its parameters on a stream that jax knows nothing of."""
     said = []
 
-    def from_dlpack(x, *, copy):
+    def array(x, *, copy):
         said.append((x, copy))
         return SimpleNamespace(block_until_ready=lambda: "a copy that is there")
 
     there = SimpleNamespace(device=SimpleNamespace(id=1))
     model = FunctionModel(lambda *_: 0.0, {"w": np.ones(2), "fixed": np.ones(2)}, ["fixed"])
     model.frozen["fixed"] = there
-    model._jax = SimpleNamespace(numpy=SimpleNamespace(from_dlpack=from_dlpack))
+    model._jax = SimpleNamespace(
+        numpy=SimpleNamespace(from_dlpack=lambda x: ("the same memory", x), array=array)
+    )
     assert model.array("fixed") == "a copy that is there"
-    assert said == [(there, True)]
+    assert said == [(("the same memory", there), True)]
 
 
 @pytest.mark.jax
