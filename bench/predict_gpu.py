@@ -180,13 +180,7 @@ def _print_beside(times: Sequence[Times], figures: Mapping[str, Figures]) -> Non
                 m.algorithm, m.collective, m.nbytes, nodes, part.links, figures=figures
             )
             assert seconds is not None
-            cells = [
-                m.collective,
-                format_size(m.nbytes),
-                report.microseconds(m.seconds * 1e6),
-                report.microseconds(seconds * 1e6),
-                f"{seconds / m.seconds - 1:+.0%}",
-            ]
+            cells = [m.collective, format_size(m.nbytes), *report.beside(m.seconds, seconds)]
             print(f"{shown.row(cells)}  {m.algorithm}")
     for line in in_words(errors(times, figures)):
         print(f"# {line}")

@@ -279,26 +279,11 @@ class Calls:
 
     def _set_up_device(self, ordinal: int) -> None:
         """Collective: makes the engine for this rank's GPU."""
+        here = (self.nodes, ordinal, self.max_blocks, self._gpu_path)
         if len(set(self.nodes)) > 1:
-            self._device = StagedEngine(
-                self._bootstrap,
-                self._core,
-                self.nodes,
-                ordinal,
-                self.max_blocks,
-                self._gpu_path,
-                part=self._of_ranks,
-            )
+            self._device = StagedEngine(self._bootstrap, self._core, *here, part=self._of_ranks)
             return
-        self._device = DeviceEngine(
-            self._bootstrap,
-            self._core,
-            self.nodes,
-            ordinal,
-            self.max_blocks,
-            self._gpu_path,
-            self._moved_by_host,
-        )
+        self._device = DeviceEngine(self._bootstrap, self._core, *here, self._moved_by_host)
         self._choose_by(tuner_of(self._device, self._bootstrap, self._tuner.rules, self._gpu_table))
         own = weakref.WeakMethod(self._checked_algorithm)  # else this communicator held itself
 

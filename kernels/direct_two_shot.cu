@@ -30,7 +30,7 @@
 namespace collectives::device {
 namespace {
 
-struct Shared {
+struct TwoShotShared {
   Job combine[2];  // of this chunk, and of the next
   Crew crew;
   BulkLandings landings;
@@ -39,6 +39,7 @@ struct Shared {
 template <class A>
 class TwoShot : public Sharing<A> {
  public:
+  using Shared = TwoShotShared;
   __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
       : Sharing<A>(call, epoch, shared.crew),
         shared_(shared),
@@ -152,56 +153,24 @@ class TwoShot : public Sharing<A> {
   bool pushes_, spreads_;  // through FIFOs
 };
 
-template <class A>
-__global__ void __launch_bounds__(kCrewThreads, 1)
-    two_shot_kernel(const __grid_constant__ TwoShotCall call) {
-  __shared__ Shared shared;
-  const Entry entry = enter(call.world);
-  TwoShot<A> strand(call, entry.epoch, shared);
-  strand.load();
-  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
-  finish_call(call.world, entry.epoch);
-}
-
-using Kernel = void (*)(TwoShotCall);
-
-Kernel kernel_of(const TwoShotCall& call) {
-  return with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
-    return two_shot_kernel<typename decltype(sum)::Type>;
-  });
-}
-
 }  // namespace
 
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream) {
   const int shared_bytes = call.bulk ? kBulkBytes : 0;
-  return launch(kernel_of(call), {blocks, kCrewThreads, false, shared_bytes}, stream, call);
+  return launch(share_kernel_of<TwoShot>(call), {blocks, kCrewThreads, false, shared_bytes}, stream,
+                call);
 }
-
 int launch_rooted(const TwoShotCall& call, int blocks, void* stream) {
-  const Kernel kernel = with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
-    return rooted_kernel<typename decltype(sum)::Type>;
-  });
-  return launch(kernel, {blocks, kCrewThreads}, stream, call);
+  return launch(share_kernel_of<Rooted>(call), {blocks, kCrewThreads}, stream, call);
 }
 
-namespace {
-const auto kKernels = {two_shot_kernel<Float32Sum>, two_shot_kernel<Bfloat16Sum>,
-                       two_shot_kernel<Float16Sum>, two_shot_kernel<void>};
-}
-
-int two_shot_residency(int* blocks) {
-  return residency_of<TwoShotCall>(kKernels, blocks, kCrewThreads);
-}
-
-int rooted_residency(int* blocks) {
-  return residency_of<TwoShotCall>({rooted_kernel<Float32Sum>, rooted_kernel<Bfloat16Sum>,
-                                    rooted_kernel<Float16Sum>, rooted_kernel<void>},
-                                   blocks, kCrewThreads);
-}
+int two_shot_residency(int* blocks) { return share_residency<TwoShot>(blocks); }
+int rooted_residency(int* blocks) { return share_residency<Rooted>(blocks); }
 
 int allow_bulk() {
-  for (const Kernel kernel : kKernels)
+  for (const ShareKernel kernel :
+       {share_kernel<TwoShot<Float32Sum>>, share_kernel<TwoShot<Bfloat16Sum>>,
+        share_kernel<TwoShot<Float16Sum>>, share_kernel<TwoShot<void>>})
     if (const int error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes))
       return error;
@@ -209,7 +178,8 @@ int allow_bulk() {
 }
 
 bool two_shot_is_fast(const TwoShotCall& call) {
-  return kernel_of(call) != Kernel{two_shot_kernel<void>} && !call.arithmetic.scaled;
+  return share_kernel_of<TwoShot>(call) != ShareKernel{share_kernel<TwoShot<void>>} &&
+         !call.arithmetic.scaled;
 }
 
 }  // namespace collectives::device

@@ -29,6 +29,7 @@ struct RootedShared {
 template <class A>
 class Rooted : public Sharing<A> {
  public:
+  using Shared = RootedShared;
   __device__ Rooted(const TwoShotCall& call, u64 epoch, RootedShared& shared)
       : Sharing<A>(call, epoch, shared.crew),
         shared_(shared),
@@ -124,16 +125,5 @@ class Rooted : public Sharing<A> {
   RootedShared& shared_;
   bool reduces_, at_root_, pushes_, hands_on_, collects_;
 };
-
-template <class A>
-__global__ void __launch_bounds__(kCrewThreads, 1)
-    rooted_kernel(const __grid_constant__ TwoShotCall call) {
-  __shared__ RootedShared shared;
-  const Entry entry = enter(call.world);
-  Rooted<A> strand(call, entry.epoch, shared);
-  strand.load();
-  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
-  finish_call(call.world, entry.epoch);
-}
 
 }  // namespace collectives::device

@@ -6,6 +6,7 @@
 #include "cuda_call.hpp"
 #include "fifo.cuh"
 #include "jobs.cuh"
+#include "launch.cuh"
 
 namespace collectives::device {
 
@@ -54,5 +55,33 @@ class Sharing : public FifoEnds {
  private:
   ReduceJob reduce_ = nullptr;
 };
+
+// The kernel of a Sharing, which has run() and names what its threads share.
+template <class Strand>
+__global__ void __launch_bounds__(kCrewThreads, 1)
+    share_kernel(const __grid_constant__ TwoShotCall call) {
+  __shared__ typename Strand::Shared shared;
+  const Entry entry = enter(call.world);
+  Strand strand(call, entry.epoch, shared);
+  strand.load();
+  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
+  finish_call(call.world, entry.epoch);
+}
+
+using ShareKernel = void (*)(TwoShotCall);
+
+template <template <class> class Strand>
+ShareKernel share_kernel_of(const TwoShotCall& call) {
+  return with_fast_sum(call.arithmetic.reducer, [](auto sum) -> ShareKernel {
+    return share_kernel<Strand<typename decltype(sum)::Type>>;
+  });
+}
+template <template <class> class Strand>
+int share_residency(int* blocks) {
+  return residency_of<TwoShotCall>(
+      {share_kernel<Strand<Float32Sum>>, share_kernel<Strand<Bfloat16Sum>>,
+       share_kernel<Strand<Float16Sum>>, share_kernel<Strand<void>>},
+      blocks, kCrewThreads);
+}
 
 }  // namespace collectives::device

@@ -71,6 +71,12 @@ def microseconds(value: float | None) -> str:
     return f"{value:.{min(3, digits + (value < 1000))}f}"
 
 
+def beside(measured: float, predicted: float) -> list[str]:
+    """Cells of two times in seconds: the measured, the predicted, and how far that is off."""
+    cells = [microseconds(seconds * 1e6) for seconds in (measured, predicted)]
+    return [*cells, f"{predicted / measured - 1:+.0%}"]
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """With `digits` behind the point; "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from .. import _core
@@ -87,17 +86,6 @@ class Gauge:
         if self._pid:
             os.waitpid(self._pid, 0)
             self._pid = 0
-
-    def __enter__(self) -> Gauge:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def lost(before: Sequence[int], after: Sequence[int]) -> list[str]:

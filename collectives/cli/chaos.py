@@ -16,6 +16,7 @@ The exit status is 1 if anything was not as promised.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import threading
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if args.device == "cpu":
         return _play(args, None)
-    with Gauge() as gauge:
+    with contextlib.closing(Gauge()) as gauge:
         return _play(args, gauge)
 
 

@@ -288,13 +288,7 @@ def _print(
             figures=table.figures,
         )
         assert predicted is not None
-        cells = [
-            m.collective,
-            str(m.nbytes),
-            report.microseconds(m.seconds * 1e6),
-            report.microseconds(predicted * 1e6),
-            f"{predicted / m.seconds - 1:+.0%}",
-        ]
+        cells = [m.collective, str(m.nbytes), *report.beside(m.seconds, predicted)]
         print(f"{shown.row(cells)}  {m.algorithm}{' *' if fastest and args.rows else ''}")
     for kind, figures in table.figures.items():
         print(f"# {kind}: {model.in_words(figures)}")

@@ -15,8 +15,9 @@ MARK = pytest.mark.gpu
 
 def need_compiler() -> None:
     """Skips a module whose kernels cupy compiles, from CUDA C++, when they are first called: on the
-    emulated CUDA runtime there is nothing that could, and no GPU to run what it makes. The same
-    arithmetic on the host has tests of its own, which these compare with.
+    emulated CUDA runtime there is nothing that could, and no GPU to run what it makes. There
+    tests/test_train_fused.py compiles the text of these kernels for the host and compares its bits,
+    and tests/test_train_*.py have the trainer.
     """
     if not hasattr(cupy, "RawModule"):
         pytest.skip("the emulated cupy has no compiler for CUDA C++", allow_module_level=True)

@@ -107,9 +107,10 @@ def test_what_is_wrong_is_noticed(what: str) -> None:
 
 def test_a_gauge_counts_the_gpus() -> None:
     program = (
+        "import contextlib\n"
         "from collectives.chaos import gauge\n"
         "gauge._RETURNING = 0.1\n"
-        "with gauge.Gauge() as one:\n"
+        "with contextlib.closing(gauge.Gauge()) as one:\n"
         "    more = [n + (1 << 30) for n in one.free()]\n"
         "    print(one.count, one.lost(one.free()), one.lost(more))\n"
     )

@@ -172,6 +172,7 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert "COLLECTIVES_GPU_PATH=host" in why
 
 
+# (Continuous integration has two emulated GPUs; a real machine's links cannot be taken away.)
 @pytest.mark.skipif(
     not EMULATED or GPUS < 2, reason="only emulated GPUs can be told not to reach each other"
 )

@@ -17,6 +17,8 @@ from collectives.tuning import ANY_SIZE, Choice, model, tables
 from collectives.tuning.model import Measurement
 from collectives.tuning.work import GPU
 
+# (Continuous integration has two emulated GPUs. What `tune` says where ranks share one is tested in
+# tests/test_tune_cuda.py.)
 pytestmark = [MARK, pytest.mark.skipif(GPUS < 2, reason="ranks that share a GPU have no table")]
 
 TINY = ["--threads", "2", "-b", "256", "-e", "4K", "-f", "16", "--seconds", "0.002"]
