@@ -69,6 +69,38 @@ def test_max_blocks(bound: int) -> None:
     assert all(blocks <= bound and right for blocks, right in found), found
 
 
+@pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring"])
+def test_two_communicators_on_two_streams_at_once(algorithm: str) -> None:
+    """In opposite orders on the ranks, so that kernels of one wait while those of the other come.
+    Both find room here: neither takes more than four thread blocks.
+    """
+    count = 50_000
+
+    def body(comm: OnDevice) -> bool:
+        x = array(comm, count, comm.rank + 1)
+        memory = cupy.cuda.MemoryPointer(comm.memory.mem, 8 << 20)
+        y = cupy.ndarray((count,), cupy.float32, memory)
+        comm.copy(memory.ptr, x.data.ptr, x.nbytes, 3)
+        other = cupy.cuda.Stream(non_blocking=True)
+        twin = comm.comm.duplicate()
+        comm.comm.barrier()
+        pairs = [(comm.comm, x, comm.stream), (twin, y, other)]
+        for one, which, stream in pairs:  # which sets them up
+            one.all_reduce(which, "max", stream=stream)
+            one.synchronize()
+        for _ in range(10):
+            for one, which, stream in pairs[:: 1 if comm.rank == 0 else -1]:
+                one.all_reduce(which, "avg", algorithm=algorithm, stream=stream)
+        comm.comm.synchronize()
+        twin.synchronize()
+        twin.close()
+        right = bool((values(comm, count) == comm.size).all())
+        comm.copy(x.data.ptr, memory.ptr, x.nbytes, 3)
+        return right and bool((values(comm, count) == comm.size).all())
+
+    assert run_on(2, list(range(GPUS)), body, timeout=20, max_blocks=4) == [True] * 2
+
+
 def test_host_and_device_arrays_raise_on_every_rank_long_before_the_deadline() -> None:
     def body(comm: OnDevice) -> str:
         x = array(comm, 1000, 1.0)
