@@ -43,8 +43,10 @@ class _Owner:
 class DeviceMemory:
     """The symmetric buffers and registered arrays of one communicator, numbered alike on all ranks.
 
-    A buffer lives as long as its array, and after it until the next one is made or the communicator
-    is gone: freeing waits for the GPU, which must not happen in the middle of a call.
+    A buffer lives as long as its array on any rank, since CUDA leaves undefined what becomes of
+    memory that is freed while another process has it mapped; and after it until the next one is
+    made or the communicator is gone: freeing waits for the GPU, which must not happen in the middle
+    of a call.
     """
 
     def __init__(self, engine: DeviceEngine) -> None:
@@ -60,21 +62,39 @@ class DeviceMemory:
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {tuple(shape)} has negative lengths")
         nbytes = math.prod(shape) * _core.itemsizes[name]
-        room = max(nbytes, 1)
-        mine = {"bytes": nbytes, "handle": engine.core.make_segment(room)}
-        answers = [json.loads(b) for b in engine.gather(json.dumps(mine).encode())]
+        number, room = next(self._numbers), max(nbytes, 1)
+        try:
+            pointer = self._open(number, nbytes, room)
+        except CollectiveError:
+            engine.core.release_segment(number)
+            raise
+        owner = _Owner(engine.core, pointer, room)
+        weakref.finalize(owner, self._dropped.append, number).atexit = False
+        make = _cupy_array if kind == "cupy" else _torch_tensor
+        return make(owner, shape, name, engine.device)
+
+    def _open(self, number: int, nbytes: int, room: int) -> int:
+        """The address of a new buffer, that all ranks have mapped; raises on all if one cannot."""
+        core, mine = self._engine.core, {"bytes": nbytes, "handle": "", "why": ""}
+        try:
+            mine["handle"] = core.make_segment(room)
+        except CollectiveError as error:  # the others are told, rather than left to wait
+            mine["why"] = str(error)
+        answers = self._ask({**mine, "dropped": sorted(self._dropped)})
+        _raise_reasons(answers)
         if len({a["bytes"] for a in answers}) > 1:
             words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
             raise ArrayError(f"empty: the ranks ask for different sizes ({words})")
-        while self._dropped:
-            engine.core.release_segment(self._dropped.pop())
-        number = next(self._numbers)
-        pointer = engine.core.open_segment(number, [a["handle"] for a in answers])
-        owner = _Owner(engine.core, pointer, room)
-        weakref.finalize(owner, self._dropped.append, number).atexit = False
-        engine.gather(b"")
-        make = _cupy_array if kind == "cupy" else _torch_tensor
-        return make(owner, shape, name, engine.device)
+        pointer, why = 0, ""
+        try:
+            pointer = core.open_segment(number, [a["handle"] for a in answers])
+        except CollectiveError as error:
+            why = str(error)
+        for dropped in set.intersection(*(set(a["dropped"]) for a in answers)):
+            self._dropped.remove(dropped)
+            core.release_segment(dropped)
+        _raise_reasons(self._ask({"why": why}))
+        return pointer
 
     def register(self, array: Any, seen: View) -> Registration:
         """What `Communicator.register` says. Collective."""
@@ -145,6 +165,12 @@ class NoSymmetricMemory:
 
 def _reasons(answers: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"rank {r}: {a['why']}" for r, a in enumerate(answers) if a["why"])
+
+
+def _raise_reasons(answers: Sequence[dict[str, Any]]) -> None:
+    words = _reasons(answers)
+    if words:
+        raise CollectiveError(f"empty: no symmetric buffer, on any rank: {words}")
 
 
 def _library(kind: str | None) -> str:

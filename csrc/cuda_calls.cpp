@@ -225,6 +225,10 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
   check(true);
   check_stream(used);
   const OnDevice current(config.device);
+  if (!freed.empty()) {
+    refuse_freed(reinterpret_cast<const void*>(call.input));
+    refuse_freed(reinterpret_cast<const void*>(call.output));
+  }
   if (registered != 0 && options.algorithm == "direct_two_shot") forget_freed(call);
   Prepared& made = ready(call, options);
   last_signature = made.signature;

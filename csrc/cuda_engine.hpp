@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -48,6 +49,14 @@ struct Segment {
   u64 buffer = 0;  // of a registered array: the number of this rank's allocation
   std::vector<std::shared_ptr<Opened>> opened;
 };
+
+// A symmetric buffer that was freed, for calls on its address.
+struct FreedSegment {
+  std::uint64_t id = 0;
+  const unsigned char *begin = nullptr, *end = nullptr;
+  u64 buffer = 0;  // the number of the allocation
+};
+inline constexpr std::size_t kFreedKnown = 16;  // the last so many
 
 // Which kernel made by hand does a call, if any, and which symmetric buffers it uses.
 struct DirectPath {
@@ -106,6 +115,8 @@ struct DeviceCommunicator::Impl {
   const device::Uploaded& uploaded(const ProgramKey& key);
   // Registered arrays that the call is on and that were freed.
   void forget_freed(const Call& call);
+  // Throws if the address is in a symmetric buffer that was freed.
+  void refuse_freed(const void* address);
   // The symmetric buffer or registered array that `bytes` bytes at an address lie in, or none.
   const device::Segment* segment_of(const void* address, device::u64 bytes) const;
   unsigned char* scratch(std::uint64_t bytes);
@@ -156,6 +167,7 @@ struct DeviceCommunicator::Impl {
   std::map<std::uint64_t, device::Segment> segments;
   std::unique_ptr<device::Segment> made;  // until open_segment()
   int registered = 0;                     // arrays among the segments
+  std::deque<device::FreedSegment> freed;
   // Allocations of other ranks, by rank, base and number.
   std::map<std::tuple<int, device::u64, device::u64>, std::weak_ptr<device::Opened>> opened;
   std::vector<void*> scratches;  // the last is in use; captured graphs may hold earlier ones

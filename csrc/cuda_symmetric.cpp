@@ -46,14 +46,37 @@ void DeviceCommunicator::release_segment(std::uint64_t id) {
   const OnDevice current(impl_->config.device);
   Impl& m = *impl_;
   const std::lock_guard lock(m.run_mutex);
+  m.made.reset();
   const auto found = m.segments.find(id);
   if (found == m.segments.end()) return;
   m.prepared.clear();
-  if (found->second.buffer != 0) {
+  const Segment& segment = found->second;
+  if (segment.buffer != 0) {
     if (m.recorded) cudaEventSynchronize(m.last_event);  // kernels may be at work in peers' arrays
     --m.registered;
+  } else {
+    m.freed.push_back({id, segment.own, segment.own + segment.bytes, buffer_of(segment.own)});
+    if (m.freed.size() > kFreedKnown) m.freed.pop_front();
   }
   m.segments.erase(found);
+}
+
+void DeviceCommunicator::Impl::refuse_freed(const void* address) {
+  const auto* const at = static_cast<const unsigned char*>(address);
+  for (auto one = freed.begin(); one != freed.end();) {
+    if (at < one->begin || at >= one->end) {
+      ++one;
+      continue;
+    }
+    const u64 now = buffer_of(at);
+    if (now == 0 || now == one->buffer)
+      throw Error(ErrorKind::mismatch,
+                  "symmetric buffer no. " + std::to_string(one->id) + " of rank " +
+                      std::to_string(config.rank) +
+                      " was freed, and a call is on its memory; keep the array that empty() gave, or "
+                      "a view of it, as long as calls use it. Nothing of this call was written");
+    one = freed.erase(one);  // other memory is there now
+  }
 }
 
 }  // namespace collectives

@@ -63,6 +63,8 @@ void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
                     " sends and receives on the GPU can go on together, not " +
                     std::to_string(list.size()) + ": use several groups");
   check_own(list);
+  if (!freed.empty())
+    for (const DeviceTransfer& one : list) refuse_freed(reinterpret_cast<const void*>(one.address));
   TransferCall call{};
   call.world = world;
   int grid = 1;

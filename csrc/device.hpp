@@ -93,9 +93,10 @@ class DeviceCommunicator {
   void use_lines(bool all);
 
   // Symmetric buffers. Collective: make_segment() allocates, open_segment() maps what all ranks
-  // have made and returns the address of this rank's. A segment lives until it is released, which
-  // waits for the GPU. Where arenas are in memory of the host, it is this rank's alone, and used as
-  // any other memory is.
+  // have made and returns the address of this rank's. A segment is released by all ranks, who meet
+  // after it: its memory is freed when the next one is made, and calls on it raise. What was made
+  // and not opened goes with the next release too. Where arenas are in memory of the host, it is
+  // this rank's alone, and used as any other memory is.
   std::string make_segment(std::uint64_t bytes);
   std::uintptr_t open_segment(std::uint64_t id, const std::vector<std::string>& handles);
   void release_segment(std::uint64_t id);
