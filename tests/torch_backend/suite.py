@@ -193,6 +193,7 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="a regular expression that names contain")
     parser.add_argument("--world", type=int, help="ranks (3, with GPUs 2)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--spawn", action="store_true", help="ranks are not forked, but started")
     parser.add_argument("--seconds", type=int, default=300, help="the limit of a case")
     parser.add_argument("--limit-seconds", type=float, help="no case starts later than that")
     parser.add_argument("--grace", type=float, default=20, help="what runs then has these seconds")
@@ -225,9 +226,11 @@ def main() -> int:
     if options.device == "cuda":
         if torch.cuda.device_count() < world:
             parser.error(f"{world} ranks need as many GPUs; torch sees {torch.cuda.device_count()}")
-        if not suite_cases.forked_ranks_have_gpus():
-            suite_cases.Cases.start_method = about["start_method"] = "spawn"
+        if not options.spawn and not suite_cases.forked_ranks_have_gpus():
+            options.spawn = True
             print("forked processes cannot use CUDA here: ranks are spawned", flush=True)
+    if options.spawn:
+        suite_cases.Cases.start_method = about["start_method"] = "spawn"
     record = Record(options.json, about, options.resume)
     wanted = tasks(options.device, options.cases, options.backends or [OURS, peer], record.results)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import unittest
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,14 +81,28 @@ def prepare() -> None:
     importlib.import_module("collectives.torch.group")
 
 
-def forked_ranks_have_gpus() -> bool:
-    """Can a forked process use CUDA? It cannot if this one has asked CUDA for anything."""
+def _status_of(do: Callable[[], Any]) -> int:
+    """0 if it raises nothing in a process forked from this one."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            torch.zeros(1, device="cuda")
+            do()
             status = 0
         finally:
             os._exit(status)
-    return os.waitpid(child, 0)[1] == 0
+    return os.waitpid(child, 0)[1]
+
+
+def forked_ranks_have_gpus() -> bool:
+    """Can ranks forked from a case's process use CUDA? They cannot if that process, or this one, has
+    asked CUDA for anything, as what a case does before it starts its ranks may do.
+    """
+
+    def be_a_case() -> None:
+        names = unittest.TestLoader().getTestCaseNames(Cases)
+        super(Cases, Cases(names[0])).setUp()
+        if _status_of(lambda: torch.zeros(1, device="cuda")) != 0:
+            raise RuntimeError("its ranks cannot use CUDA")
+
+    return _status_of(be_a_case) == 0
