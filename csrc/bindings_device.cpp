@@ -195,7 +195,7 @@ void bind_side_streams(py::module_& m) {
       .def("wait", &Mark::wait, Unlocked())
       .def("seconds_since", &Mark::seconds_since);
   py::class_<SideStream>(m, "SideStream")
-      .def(py::init<int>(), py::arg("device"))
+      .def(py::init<int, std::uintptr_t>(), py::arg("device"), py::arg("stream") = 0)
       .def_property_readonly("handle", &SideStream::handle)
       .def("mark", &SideStream::mark, Unlocked())
       .def("begin", &SideStream::begin, Unlocked())

@@ -24,7 +24,9 @@ cudaStream_t stream_of(std::uintptr_t handle) { return reinterpret_cast<cudaStre
 // The stream and the events that are not in use. It lives as long as a mark does.
 class SideStream::Events {
  public:
-  explicit Events(int device) : device_(device) {
+  Events(int device, cudaStream_t stream)
+      : device_(device), owns_(stream == nullptr), stream_(stream) {
+    if (!owns_) return;
     const OnDevice on(device);
     check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
                "cudaStreamCreateWithFlags");
@@ -33,12 +35,13 @@ class SideStream::Events {
   ~Events() {
     if (birth_.in_child()) return;  // a forked child has nothing of the GPU's to free
     for (cudaEvent_t event : free_) cudaEventDestroy(event);
-    cudaStreamDestroy(stream_);
+    if (owns_) cudaStreamDestroy(stream_);
   }
 
   Events(const Events&) = delete;
   Events& operator=(const Events&) = delete;
 
+  int device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
 
   cudaEvent_t take() {
@@ -63,8 +66,9 @@ class SideStream::Events {
 
  private:
   const int device_;
+  const bool owns_;
   const Birth birth_;
-  cudaStream_t stream_ = nullptr;
+  cudaStream_t stream_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_;
 };
@@ -73,6 +77,7 @@ class Mark::Impl {
  public:
   Impl(std::shared_ptr<SideStream::Events> events, cudaStream_t stream)
       : events_(std::move(events)), event_(events_->take()) {
+    const OnDevice on(events_->device());  // the default stream is that of the current device
     const cudaError_t error = cudaEventRecord(event_, stream);
     if (error != cudaSuccess) events_->give(event_);
     check_cuda(error, "cudaEventRecord");
@@ -83,6 +88,7 @@ class Mark::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
+  int device() const { return events_->device(); }
   cudaEvent_t event() const { return event_; }
 
  private:
@@ -95,6 +101,7 @@ Mark::Mark(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Mark::~Mark() = default;
 
 void Mark::hold(std::uintptr_t stream) const {
+  const OnDevice on(impl_->device());
   check_cuda(cudaStreamWaitEvent(stream_of(stream), impl_->event(), 0), "cudaStreamWaitEvent");
 }
 
@@ -116,7 +123,8 @@ double Mark::seconds_since(const Mark& other) const {
   return static_cast<double>(milliseconds) / 1e3;
 }
 
-SideStream::SideStream(int device) : events_(std::make_shared<Events>(device)) {}
+SideStream::SideStream(int device, std::uintptr_t stream)
+    : events_(std::make_shared<Events>(device, stream_of(stream))) {}
 
 SideStream::~SideStream() = default;
 

@@ -23,7 +23,7 @@ bool Mark::done() const { refuse(); }
 void Mark::wait() const { refuse(); }
 double Mark::seconds_since(const Mark&) const { refuse(); }
 
-SideStream::SideStream(int) { refuse(); }
+SideStream::SideStream(int, std::uintptr_t) { refuse(); }
 SideStream::~SideStream() = default;
 std::uintptr_t SideStream::handle() const { refuse(); }
 std::shared_ptr<Mark> SideStream::mark(std::uintptr_t) const { refuse(); }

@@ -16,7 +16,7 @@ class Mark {
   Mark(const Mark&) = delete;
   Mark& operator=(const Mark&) = delete;
 
-  // What comes next on `stream` waits for this place; the host does not.
+  // What comes next on `stream`, one of the same device, waits for this place; the host does not.
   void hold(std::uintptr_t stream) const;
   // True once the GPU has come there.
   bool done() const;
@@ -31,7 +31,8 @@ class Mark {
 
 class SideStream {
  public:
-  explicit SideStream(int device);
+  // `stream`: one that somebody else made and keeps; 0: its own.
+  explicit SideStream(int device, std::uintptr_t stream = 0);
   ~SideStream();
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;

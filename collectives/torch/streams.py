@@ -27,12 +27,14 @@ from .work import NO_TIMEOUT, for_future
 
 
 class Side:
-    """The side stream of a GPU."""
+    """The side stream of a GPU. It is one of torch's, which are never destroyed: when a tensor that
+    was recorded on it is freed, torch marks its end there, and that may be after the group's.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.core = _core.SideStream(device.index)
+        self.stream = torch.cuda.Stream(device)
+        self.core = _core.SideStream(device.index, self.stream.cuda_stream)
         self.for_calls = Stream(self.core.handle, device.index, beside=True)
-        self.stream = torch.cuda.ExternalStream(self.core.handle, device)
 
 
 class SideStreams:

@@ -170,6 +170,7 @@ struct EmulatedStream {
 };
 
 struct EmulatedEvent {
+  int device;
   std::shared_ptr<Completion> last;
   std::shared_ptr<EmulatedGraph> capture;  // the last record went to this graph
 };
@@ -272,7 +273,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = new EmulatedEvent;
+  *event = new EmulatedEvent{current_device, nullptr, nullptr};
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -280,6 +281,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (event->device != stream_of(stream)->device) return fail(cudaErrorInvalidResourceHandle);
   event->capture = stream_of(stream)->capture;
   if (event->capture != nullptr) return cudaSuccess;
   const auto completion = event->last = std::make_shared<Completion>();

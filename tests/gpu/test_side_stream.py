@@ -9,10 +9,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from gpus import MARK, cupy
+from gpus import GPUS, MARK, cupy
 from on_device import OnDevice, run_on
 
 from collectives import _core
+from collectives.array import Stream
 from collectives.side_stream import SideStreams, SideWork
 
 pytestmark = MARK
@@ -70,3 +71,33 @@ def test_the_clock_goes_on_from_any_mark() -> None:
 def test_arrays_on_the_host_are_called_as_they_are() -> None:
     done = _core.has_cuda
     assert SideStreams().launch("cpu", lambda stream: (stream, done)) == (None, done)
+
+
+# (Continuous integration has two emulated GPUs.)
+@pytest.mark.skipif(GPUS < 2, reason="needs a GPU that is not the current one")
+@pytest.mark.parametrize("own", [True, False], ids=["own", "given"])
+def test_the_default_stream_of_another_gpu(own: bool) -> None:
+    """Every GPU has one, and the same handle means that of the GPU which is current. Programs need
+    not make theirs current: a torch tensor says where it is.
+    """
+
+    def body(comm: OnDevice) -> None:
+        x = cupy.empty(1000, np.float32)
+        host = np.full(1000, comm.rank + 1, np.float32)
+        comm.copy(x.data.ptr, host.ctypes.data, host.nbytes, 1)
+        side = _core.SideStream(comm.device, 0 if own else comm.stream.ptr)
+        assert own or side.handle == comm.stream.ptr
+        comm.comm.barrier()
+        cupy.cuda.Device(1 - comm.device).use()
+        if comm.rank == 0:
+            time.sleep(0.2)  # the other's call waits meanwhile
+        side.begin(0)
+        comm.comm.all_reduce(x, stream=Stream(side.handle, comm.device))
+        side.end().hold(0)
+        cupy.cuda.Device(comm.device).use()
+        cupy.cuda.runtime.memcpyAsync(host.ctypes.data, x.data.ptr, host.nbytes, 2, 0)
+        cupy.cuda.Device(comm.device).synchronize()
+        assert (host == 3).all()
+        comm.comm.barrier()
+
+    run_on(2, [0, 1], body, timeout=60)
