@@ -228,7 +228,8 @@ class Calls:
                 return self._group.add(run_there)
             self._run_on_device(*start)
             if async_op:
-                return DeviceWork(self._engine(device), result, (source, target, *keep))
+                stream = put_on.handle if put_on is not None else own or 0
+                return DeviceWork(self._engine(device), result, (source, target, *keep), stream)
             return ended()
         if self._group is not None:
 
@@ -405,19 +406,24 @@ class Calls:
             self._device.run_staged(self._core, arguments, number, stream.handle)
         else:
             self._device.run(arguments, "", stream.handle)
-        return DeviceWork(self._device, lambda: None, None) if async_op else None
+        return DeviceWork(self._device, lambda: None, None, stream.handle) if async_op else None
 
     def _target(
-        self, what: str, x: Any, source: View, out: Any, shape: Sequence[int]
+        self, what: str, x: Any, source: View, out: Any, shape: Sequence[int], stream: Any
     ) -> tuple[View, Any, Callable[[], Any]]:
         """Output view, output array and what to return, for a call whose output is another array.
 
         source  the view of x
         shape   of the array that is made if `out` is None
+        stream  the call's, None if it goes on the current one
         """
         if out is None:
             buffer = new_like(x, shape)
             target = view(buffer, writable=True, what=f"{what}: out")
+            if stream is not None and target.stream is not None:
+                # Its library may have that memory in use on the current stream till now.
+                ordinal = int(target.device.partition(":")[2])
+                _core.let_wait(ordinal, stream_of(stream, what).handle, target.stream)
             return target, buffer, lambda: finish(x, buffer)
         target = view(out, writable=True, what=f"{what}: out")
         if target.dtype != source.dtype:

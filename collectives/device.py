@@ -13,11 +13,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from . import _core
 from . import array as _array
+from .array import LEGACY_STREAM
 from .bootstrap import Bootstrap, host_key
 from .device_memory import DeviceMemory, NoSymmetricMemory
 from .errors import (
@@ -286,8 +287,8 @@ class DeviceEngine:
         """`run` with `options` that are known."""
         try:
             self.call(options, stream, *arguments)
-        except (MismatchError, AbortedError, PeerDiedError) as error:
-            self.pass_on(error)
+        except CollectiveError as error:
+            self._pass_on_some(error)
             raise
 
     def transfer(self, transfers: list[Transfer], stream: int) -> None:
@@ -298,8 +299,8 @@ class DeviceEngine:
         try:
             self.host.look()
             self.core.transfer(transfers, stream)
-        except (MismatchError, AbortedError, PeerDiedError) as error:
-            self.pass_on(error)
+        except CollectiveError as error:
+            self._pass_on_some(error)
             raise
 
     def abort(self, reason: str) -> None:
@@ -310,6 +311,14 @@ class DeviceEngine:
         """Ends the rank's part, once its calls on the GPU have."""
         self.core.close()
         self.memory.forget()
+
+    def _pass_on_some(self, error: CollectiveError) -> None:
+        """What peers must hear, who come to this call or wait in one: but for wrong arguments,
+        which they have too, and before which nothing was done.
+        """
+        told = isinstance(error, (MismatchError, AbortedError, PeerDiedError))
+        if told or type(error) is CollectiveError:  # of the system: no memory, a failed launch
+            self.pass_on(error)
 
     def pass_on(self, error: CollectiveError) -> None:
         """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""
@@ -343,11 +352,28 @@ class DeviceEngine:
             raise
         return False
 
-    def wait(self, timeout: float | None) -> bool:
-        """Waits for all calls so far; False if they have not ended after `timeout` seconds."""
+    @cached_property
+    def marks(self) -> _core.SideStream:
+        """Makes marks in streams of this GPU."""
+        return _core.SideStream(self.device, LEGACY_STREAM)
+
+    def mark(self, stream: int) -> _core.Mark | None:
+        """The end of the last call, which was put on `stream`; None if that is being captured."""
+        return None if self.core.captured else self.marks.mark(stream)
+
+    def ended(self, mark: _core.Mark | None) -> bool:
+        """True when the GPU has come to the mark of a call; without one, when all calls so far have
+        ended. Raises as `idle` does.
+        """
+        if self.idle():
+            return True
+        return mark is not None and mark.done()
+
+    def wait(self, timeout: float | None, mark: _core.Mark | None = None) -> bool:
+        """Waits until `ended`; False if that is not so after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = 0.0
-        while not self.idle():
+        while not self.ended(mark):
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(pause)
@@ -357,25 +383,28 @@ class DeviceEngine:
 
 class DeviceWork(Work):
     """A call on device arrays. Its stream is what orders it; waiting here makes the host wait, for
-    this call and all before it.
+    this call and all before it. Made when the call has just been put on `stream`.
     """
 
-    def __init__(self, engine: DeviceEngine, result: Callable[[], Any], keep: Any) -> None:
+    def __init__(
+        self, engine: DeviceEngine, result: Callable[[], Any], keep: Any, stream: int
+    ) -> None:
         self._engine = engine
         self._result = result
         self._keep = keep
+        self._end = engine.mark(stream)
         self._error: CollectiveError | None = None
 
     def done(self) -> bool:
         try:
-            return self._engine.idle()
+            return self._engine.ended(self._end)
         except CollectiveError as error:
             self._error = self._error or error
             return True
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            return self._engine.wait(timeout)
+            return self._engine.wait(timeout, self._end)
         except CollectiveError as error:
             self._error = self._error or error
             return True

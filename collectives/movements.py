@@ -46,7 +46,9 @@ class Movements(Calls):
         root = self._root(root)
         if is_immutable(x, "broadcast: x"):
             source = view(x, writable=False, what="broadcast: x")
-            target, buffer, result = self._target("broadcast", x, source, None, source.shape)
+            target, buffer, result = self._target(
+                "broadcast", x, source, None, source.shape, stream
+            )
         else:
             source = target = view(x, writable=self.rank != root, what="broadcast: x")
             buffer, result = x, lambda: x
@@ -83,7 +85,7 @@ class Movements(Calls):
         """
         source = view(x, writable=False, what="all_gather: x")
         shape = (self.size * source.shape[0], *source.shape[1:]) if source.shape else (self.size,)
-        target, buffer, result = self._target("all_gather", x, source, out, shape)
+        target, buffer, result = self._target("all_gather", x, source, out, shape, stream)
         each, extra = divmod(target.count, self.size)
         mine = each + (self.rank < extra)
         if mine != source.count:
@@ -140,7 +142,7 @@ class Movements(Calls):
             )
         total = sum(lengths)
         shape = (total, *source.shape[1:])
-        target, buffer, result = self._target("all_gather_v", x, source, out, shape)
+        target, buffer, result = self._target("all_gather_v", x, source, out, shape, stream)
         self._expect("all_gather_v", "out", target.count, total * row)
         own = target.pointer + sum(lengths[: self.rank]) * row * _core.itemsizes[target.dtype]
         if source.pointer != own:
@@ -219,7 +221,7 @@ class Movements(Calls):
         total = rows * row
         if self.rank == root:
             shape = (rows, *source.shape[1:])
-            target, buffer, result = self._target(what, x, source, out, shape)
+            target, buffer, result = self._target(what, x, source, out, shape, stream)
             self._expect(what, "out", target.count, total)
             offset = (
                 self.rank * source.count if lengths is None else sum(lengths[: self.rank]) * row
@@ -305,7 +307,9 @@ class Movements(Calls):
             row = given.count // rows if rows else math.prod(given.shape[1:])
             mine = rows // self.size if lengths is None else lengths[self.rank]
             source = given
-            target, buffer, result = self._target(what, x, source, out, (mine, *given.shape[1:]))
+            target, buffer, result = self._target(
+                what, x, source, out, (mine, *given.shape[1:]), stream
+            )
             self._expect(what, "out", target.count, mine * row)
             before = self.rank * mine if lengths is None else sum(lengths[: self.rank])
             own = source.pointer + before * row * _core.itemsizes[source.dtype]
@@ -368,7 +372,7 @@ class Movements(Calls):
                 f"all_to_all: the first axis of x has length {rows}, no multiple of {self.size} "
                 "ranks; use all_to_all_v"
             )
-        target, buffer, result = self._target("all_to_all", x, source, out, source.shape)
+        target, buffer, result = self._target("all_to_all", x, source, out, source.shape, stream)
         self._expect("all_to_all", "out", target.count, source.count)
         check_overlap(source, target, "all_to_all")
         copy = None
@@ -424,7 +428,7 @@ class Movements(Calls):
             )
         row = math.prod(source.shape[1:])
         shape = (sum(receives), *source.shape[1:])
-        target, buffer, result = self._target("all_to_all_v", x, source, out, shape)
+        target, buffer, result = self._target("all_to_all_v", x, source, out, shape, stream)
         self._expect("all_to_all_v", "out", target.count, sum(receives) * row)
         if overlap(source, target) != "none":
             raise ArrayError("all_to_all_v: out shares memory with x; pass another array")

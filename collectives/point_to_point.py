@@ -166,7 +166,7 @@ class PointToPoint(Calls):
         if self._group is not None:
             return self._group.add_device_transfers(engine, transfers, stream, ended, keep)
         engine.transfer(transfers, stream)
-        return DeviceWork(engine, result, keep) if async_op else ended()
+        return DeviceWork(engine, result, keep, stream) if async_op else ended()
 
 
 def _landing(out: Any, what: str) -> tuple[View, Callable[[], Any]]:

@@ -69,7 +69,9 @@ class Reductions(Calls):
             buffer, result = x, lambda: x
         else:
             source = view(x, writable=False, what="all_reduce: x")
-            target, buffer, result = self._target("all_reduce", x, source, out, source.shape)
+            target, buffer, result = self._target(
+                "all_reduce", x, source, out, source.shape, stream
+            )
             self._expect("all_reduce", "out", target.count, source.count)
             check_overlap(source, target, "all_reduce")
         operation = self._op(op, source.dtype, factor)
@@ -126,7 +128,7 @@ class Reductions(Calls):
             buffer, result = x, lambda: x
         else:
             source = view(x, writable=False, what="reduce: x")
-            target, buffer, result = self._target("reduce", x, source, out, source.shape)
+            target, buffer, result = self._target("reduce", x, source, out, source.shape, stream)
             self._expect("reduce", "out", target.count, source.count)
             check_overlap(source, target, "reduce")
         return self._run(
@@ -173,7 +175,7 @@ class Reductions(Calls):
         each, extra = divmod(source.count, self.size)
         mine = each + (self.rank < extra)
         shape = (source.shape[0] // self.size, *source.shape[1:]) if even else (mine,)
-        target, buffer, result = self._target("reduce_scatter", x, source, out, shape)
+        target, buffer, result = self._target("reduce_scatter", x, source, out, shape, stream)
         self._expect("reduce_scatter", "out", target.count, mine)
         itemsize = source.nbytes // source.count if source.count else 1
         own = source.pointer + (self.rank * each + min(self.rank, extra)) * itemsize
@@ -214,7 +216,7 @@ class Reductions(Calls):
         lengths = self._counts(counts)
         source = view(x, writable=False, what="reduce_scatter_v: x")
         target, buffer, result = self._target(
-            "reduce_scatter_v", x, source, out, (lengths[self.rank],)
+            "reduce_scatter_v", x, source, out, (lengths[self.rank],), stream
         )
         self._expect("reduce_scatter_v", "x", source.count, sum(lengths))
         self._expect("reduce_scatter_v", "out", target.count, lengths[self.rank])

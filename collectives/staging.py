@@ -115,6 +115,10 @@ class StagedEngine(DeviceEngine):
         whole = (*arguments[:_ALGORITHM], algorithm, *arguments[_ALGORITHM + 1 :])
         self._staging.run(comm, whole, stream)
 
+    def mark(self, stream: int) -> _core.Mark:
+        """The end of the last call, which was put on `stream`: such calls are not captured."""
+        return self.marks.mark(stream)
+
     def idle(self) -> bool:
         """True when all calls so far have ended. Raises what went wrong in them."""
         staged = self._staging.idle()

@@ -78,6 +78,7 @@ void bind_device(py::module_& m) {
       .def("define", &DeviceCommunicator::define)
       .def("keeps_lines", &DeviceCommunicator::keeps_lines)
       .def("use_lines", &DeviceCommunicator::use_lines)
+      .def_property_readonly("captured", &DeviceCommunicator::captured)
       .def("make_segment", &DeviceCommunicator::make_segment, Unlocked())
       .def("open_segment", &DeviceCommunicator::open_segment, Unlocked())
       .def("release_segment", &DeviceCommunicator::release_segment, Unlocked())
@@ -200,6 +201,7 @@ void bind_side_streams(py::module_& m) {
       .def("mark", &SideStream::mark, Unlocked())
       .def("begin", &SideStream::begin, Unlocked())
       .def("end", &SideStream::end, Unlocked());
+  m.def("let_wait", &let_wait, py::arg("device"), py::arg("stream"), py::arg("before"), Unlocked());
 }
 
 }  // namespace collectives

@@ -91,11 +91,18 @@ Opened::Opened(const std::string& handle) {
     c = static_cast<char>(std::strtoul(from, &end, 10));
     from = end;
   }
+  check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
   void* mapped = nullptr;
   check_cuda(cudaIpcOpenMemHandle(&mapped, ipc, cudaIpcMemLazyEnablePeerAccess),
              "cudaIpcOpenMemHandle");
   pointer_ = static_cast<unsigned char*>(mapped);
 }
-Opened::~Opened() { cudaIpcCloseMemHandle(pointer_); }
+Opened::~Opened() {
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  cudaIpcCloseMemHandle(pointer_);
+  cudaSetDevice(before);
+}
 
 }  // namespace collectives::device

@@ -21,7 +21,7 @@ u64 buffer_of(const void* address);
 // The CUDA IPC handle of the allocation that begins at `base`, as text; empty if it has none.
 std::string export_allocation(u64 base);
 
-// An allocation of another process, mapped into this one.
+// An allocation of another process, mapped into this one for the current device.
 class Opened {
  public:
   explicit Opened(const std::string& handle);
@@ -31,6 +31,7 @@ class Opened {
   unsigned char* get() const { return pointer_; }
 
  private:
+  int device_ = 0;
   unsigned char* pointer_ = nullptr;
 };
 

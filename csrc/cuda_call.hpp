@@ -311,6 +311,9 @@ int one_shot_residency(OneShotResidency* blocks);  // but `twice`
 int two_shot_lines_residency(int* blocks);
 int two_shot_residency(int* blocks);
 int rooted_residency(int* blocks);
+// Were the kernels compiled for Hopper or later? Those for earlier GPUs, which run there too, make
+// no bulk copies and do not wait for the kernel that they may start before the end of.
+bool has_hopper_code();
 // For kernels that make bulk copies, on this GPU: those before Hopper cannot.
 int allow_bulk();
 // Has the call a kernel for its arithmetic alone?

@@ -128,6 +128,12 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
   s.dtype = static_cast<std::uint8_t>(call.dtype);
   s.op = reduces(call.collective) ? static_cast<std::uint8_t>(call.op) : 0;
   s.order = static_cast<std::uint8_t>(options.order);
+  using Kind = DirectPath::Kind;
+  if (direct.kind == Kind::lines || direct.kind == Kind::lines_twice) {
+    s.order |= Signature::kInLines;
+  } else if (direct.kind == Kind::two_shot || direct.kind == Kind::exchange) {
+    if (options.blocks > 0) s.order |= Signature::kInFewBlocks;
+  }
   s.root = rooted(call.collective) ? call.root : 0;
   s.count = Layout::blocked(call.collective)
                 ? std::max(call.in.total(config.nranks), call.out.total(config.nranks))
@@ -157,7 +163,8 @@ void DeviceCommunicator::Impl::follow(cudaStream_t next) {
   unsigned long long capture = 0;
   check_cuda(cudaStreamGetCaptureInfo(next, &status, &capture), "cudaStreamGetCaptureInfo");
   if (status != cudaStreamCaptureStatusActive) capture = 0;
-  const bool same = next == last_stream;
+  // (That of each thread is another.)
+  const bool same = next == last_stream && next != cudaStreamPerThread;
   if (capture == 0) {
     if (recorded && !(same && last_capture == 0))
       check_cuda(cudaStreamWaitEvent(next, last_event, 0), "cudaStreamWaitEvent");

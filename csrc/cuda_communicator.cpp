@@ -31,7 +31,7 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
              "cudaDeviceGetAttribute");
   check_cuda(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, config.device),
              "cudaDeviceGetAttribute");
-  hopper = capability >= 9;
+  hopper = capability >= 9 && has_hopper_code();
   if (hopper) check_cuda(static_cast<cudaError_t>(allow_bulk()), "cudaFuncSetAttribute");
   // All blocks of all ranks of this GPU must be resident at once: they wait for each other.
   const int sharing = std::max(1, config.sharing);
@@ -61,25 +61,28 @@ DeviceCommunicator::Impl::~Impl() { close(); }
 void DeviceCommunicator::Impl::close() {
   if (closed) return;
   closed = true;
-  watch.reset();
   const WhileCapturing relaxed;
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(config.device);
   if (recorded) cudaEventSynchronize(last_event);
+  watch.reset();  // till then: whom a kernel waits for may die
+  if (stream != nullptr) cudaStreamSynchronize(stream);  // what abort() writes to peers
+
   for (auto& [id, segment] : segments)  // symmetric buffers live as long as their arrays
     if (segment.buffer != 0) segment = {};
-  for (auto& [key, program] : programs)
-    if (program.memory != nullptr) cudaFree(program.memory);
-  for (void* p : scratches) cudaFree(p);
-  arenas.reset();
-  progress.reset();
-  free_dropped_memory();
+  for (auto& [key, program] : programs) drop_memory(config.device, program.memory, Home::device);
+  for (void* p : scratches) drop_memory(config.device, p, Home::device);
   {
     std::lock_guard lock(reason_mutex);  // abort() may come from any thread
-    if (control != nullptr) cudaFreeHost(control);
+    world = {};
+    drop_memory(config.device, control, Home::pinned);
     control = nullptr;
   }
+  arenas.reset();
+  progress.reset();
+  // Freeing waits for the GPU, where kernels of other ranks may wait for this thread.
+  if (config.sharing <= 1) free_dropped_memory(config.device);
   for (const cudaEvent_t event : {last_event, branch_event})
     if (event != nullptr) cudaEventDestroy(event);
   if (stream != nullptr) cudaStreamDestroy(stream);
@@ -229,6 +232,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
 DeviceCommunicator::~DeviceCommunicator() = default;
 
 int DeviceCommunicator::blocks() const { return impl_->blocks; }
+bool DeviceCommunicator::captured() const { return impl_->last_capture != 0; }
 
 void DeviceCommunicator::allocate(Home home) {
   const WhileCapturing relaxed;

@@ -130,9 +130,10 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
   const int n = config.nranks;
   const u64 e = size_of(call.dtype);
   if (n == 1) return path;
-  // complex128 goes in two units, whose sums are apart and whose products are not.
+  // complex128 goes in two units, whose sums are apart and whose products are not. (Each rank has a
+  // factor of its own, so that does not count.)
   const bool fits_units = !reduces(call.collective) || call.dtype != Dtype::complex128 ||
-                          (call.op != Op::prod && options.factor[1] == 0);
+                          (call.op != Op::prod && call.op != Op::premul_sum);
   const auto one_shot = [&] {
     const u64 bytes = longest_share(call, n);
     const bool fits_lines = bytes <= u64{world.geometry.lines_each} * kLineUnits * 8;

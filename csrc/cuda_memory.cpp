@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -102,11 +103,21 @@ std::vector<Dropped>& dropped() {  // lives as long as the process, as arrays ma
 
 }  // namespace
 
-void free_dropped_memory() {
+void drop_memory(int device, void* pointer, Home home) {
+  if (pointer == nullptr) return;
+  const std::lock_guard lock(dropped_mutex);
+  dropped().push_back({device, home, pointer, 0});
+}
+
+void free_dropped_memory(int device) {
   std::vector<Dropped> mine;
   {
     const std::lock_guard lock(dropped_mutex);
-    mine.swap(dropped());
+    std::vector<Dropped>& all = dropped();
+    const auto others = std::partition(all.begin(), all.end(),
+                                       [&](const Dropped& one) { return one.device != device; });
+    mine.assign(others, all.end());
+    all.erase(others, all.end());
   }
   int before = 0;
   cudaGetDevice(&before);
@@ -128,7 +139,7 @@ namespace {
 }  // namespace
 
 Memory::Memory(int device, u64 bytes, Home home) : device_(device), home_(home), bytes_(bytes) {
-  free_dropped_memory();
+  free_dropped_memory(device);
   void* p = nullptr;
   if (home == Home::device) {
     const cudaError_t error = cudaMalloc(&p, bytes);
@@ -207,7 +218,12 @@ Arenas::Arenas(int rank, int nranks, int device, Home home)
       process_(nranks, getpid()) {}
 
 Arenas::~Arenas() {
+  if (opened_.empty()) return;
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
   for (void* p : opened_) cudaIpcCloseMemHandle(p);
+  cudaSetDevice(before);
 }
 
 void Arenas::allocate(u64 bytes, cudaStream_t stream) {

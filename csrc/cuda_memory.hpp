@@ -75,8 +75,11 @@ class Memory {
   std::uint64_t cookie_ = 0;
 };
 
-// Frees all Memory that has ended. To be called where the GPU may be waited for; new Memory does.
-void free_dropped_memory();
+// Frees memory, in time: as that which Memory held.
+void drop_memory(int device, void* pointer, Home home);
+// Frees all Memory of a GPU that has ended. To be called where that GPU may be waited for; new
+// Memory does.
+void free_dropped_memory(int device);
 
 // One rank's arena, and the way to the others'.
 class Arenas {

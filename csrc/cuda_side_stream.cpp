@@ -144,4 +144,22 @@ std::shared_ptr<Mark> SideStream::begin(std::uintptr_t current) const {
 
 std::shared_ptr<Mark> SideStream::end() const { return mark(handle()); }
 
+void let_wait(int device, std::uintptr_t stream, std::uintptr_t before) {
+  if (stream == before) return;
+  const OnDevice on(device);
+  for (const std::uintptr_t one : {stream, before}) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    check_cuda(cudaStreamGetCaptureInfo(stream_of(one), &status, &capture),
+               "cudaStreamGetCaptureInfo");
+    if (status != cudaStreamCaptureStatusNone) return;
+  }
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  cudaError_t error = cudaEventRecord(event, stream_of(before));
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(stream_of(stream), event, 0);
+  cudaEventDestroy(event);  // which lasts until the stream has waited for it
+  check_cuda(error, "cudaStreamWaitEvent");
+}
+
 }  // namespace collectives

@@ -51,8 +51,8 @@ void DeviceCommunicator::release_segment(std::uint64_t id) {
   if (found == m.segments.end()) return;
   m.prepared.clear();
   const Segment& segment = found->second;
+  if (m.recorded) cudaEventSynchronize(m.last_event);  // kernels may be at work in peers' arrays
   if (segment.buffer != 0) {
-    if (m.recorded) cudaEventSynchronize(m.last_event);  // kernels may be at work in peers' arrays
     --m.registered;
   } else {
     m.freed.push_back({id, segment.own, segment.own + segment.bytes, buffer_of(segment.own)});
@@ -70,11 +70,12 @@ void DeviceCommunicator::Impl::refuse_freed(const void* address) {
     }
     const u64 now = buffer_of(at);
     if (now == 0 || now == one->buffer)
-      throw Error(ErrorKind::mismatch,
-                  "symmetric buffer no. " + std::to_string(one->id) + " of rank " +
-                      std::to_string(config.rank) +
-                      " was freed, and a call is on its memory; keep the array that empty() gave, or "
-                      "a view of it, as long as calls use it. Nothing of this call was written");
+      throw Error(
+          ErrorKind::mismatch,
+          "symmetric buffer no. " + std::to_string(one->id) + " of rank " +
+              std::to_string(config.rank) +
+              " was freed, and a call is on its memory; keep the array that empty() gave, or "
+              "a view of it, as long as calls use it. Nothing of this call was written");
     one = freed.erase(one);  // other memory is there now
   }
 }

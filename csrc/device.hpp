@@ -92,6 +92,9 @@ class DeviceCommunicator {
   bool keeps_lines() const;
   void use_lines(bool all);
 
+  // Did the last call go into a CUDA graph that is captured?
+  bool captured() const;
+
   // Symmetric buffers. Collective: make_segment() allocates, open_segment() maps what all ranks
   // have made and returns the address of this rank's. A segment is released by all ranks, who meet
   // after it: its memory is freed when the next one is made, and calls on it raise. What was made

@@ -32,6 +32,7 @@ void DeviceCommunicator::record_to(std::shared_ptr<Recorder>) { refuse(); }
 void DeviceCommunicator::define(const std::string&, const Schedule&) { refuse(); }
 bool DeviceCommunicator::keeps_lines() const { refuse(); }
 void DeviceCommunicator::use_lines(bool) { refuse(); }
+bool DeviceCommunicator::captured() const { refuse(); }
 std::string DeviceCommunicator::make_segment(std::uint64_t) { refuse(); }
 std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t, const std::vector<std::string>&) {
   refuse();

@@ -82,7 +82,9 @@ std::string Signature::describe() const {
       s += std::string{", counts="} + digits;
     }
     if (algorithm[0]) s += std::string{", algorithm="} + algorithm;
-    if ((order & ~(kOnDevice | kInSlices)) != 0) s += ", order=rank";
+    if (order & kOrder) s += ", order=rank";
+    if (order & kInLines) s += ", in lines";
+    if (order & kInFewBlocks) s += ", in few blocks";
     s += ")";
   }
   if (order & kOnDevice) s += " on arrays on the GPU";

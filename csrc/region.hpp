@@ -53,8 +53,10 @@ struct Signature {
   std::uint8_t collective = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  // An Order, and for staged calls these.
-  static constexpr std::uint8_t kOnDevice = 2, kInSlices = 4;
+  // An Order; for staged calls kOnDevice and kInSlices; of a GPU's kernels, how they share out the
+  // call, which all ranks must do alike.
+  static constexpr std::uint8_t kOrder = 1, kOnDevice = 2, kInSlices = 4, kInLines = 8,
+                                kInFewBlocks = 16;
   std::uint8_t order = 0;
   char algorithm[80] = {};
 

@@ -51,4 +51,8 @@ class SideStream {
   std::shared_ptr<Events> events_;
 };
 
+// What comes next on `stream` waits for all that is on `before`; both are of one device. Streams
+// that are being captured are left as they are.
+void let_wait(int device, std::uintptr_t stream, std::uintptr_t before);
+
 }  // namespace collectives

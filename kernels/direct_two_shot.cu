@@ -167,6 +167,12 @@ int launch_rooted(const TwoShotCall& call, int blocks, void* stream) {
 int two_shot_residency(int* blocks) { return share_residency<TwoShot>(blocks); }
 int rooted_residency(int* blocks) { return share_residency<Rooted>(blocks); }
 
+bool has_hopper_code() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, share_kernel<TwoShot<void>>) == cudaSuccess &&
+         attributes.ptxVersion >= 90;
+}
+
 int allow_bulk() {
   for (const ShareKernel kernel :
        {share_kernel<TwoShot<Float32Sum>>, share_kernel<TwoShot<Bfloat16Sum>>,

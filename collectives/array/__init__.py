@@ -32,7 +32,7 @@ from .gpus import GpuFacts, gpu_facts
 from .memory import from_pointer
 from .namespace import device_name, empty, namespace, native, release
 from .recognising import KINDS, recognise
-from .streams import Stream, stream_of
+from .streams import LEGACY_STREAM, Stream, stream_of
 from .views import View, check_overlap, overlap
 
 
@@ -87,6 +87,7 @@ def finish(x: Any, buffer: Any) -> Any:
 
 __all__ = [
     "ITEM_SIZES",
+    "LEGACY_STREAM",
     "GpuFacts",
     "Stream",
     "View",

@@ -11,10 +11,8 @@ import numpy as np
 from ..errors import ArrayTypeError, UnsupportedError
 from .dtypes import NUMPY_DTYPES, name_of_numpy
 from .kind import Kind
+from .streams import LEGACY_STREAM
 from .views import View, is_c_contiguous, no_gpu_error, readonly_error, strides_error
-
-# What the CUDA array interface, version 3, calls the legacy default stream: 0 is no stream there.
-_LEGACY_STREAM = 1
 
 
 class Cuda(Kind):
@@ -40,7 +38,7 @@ class Cupy(Cuda):
 
     def stream(self) -> int:
         """cupy's current stream, as an integer."""
-        return self._current_stream().ptr or _LEGACY_STREAM
+        return self._current_stream().ptr or LEGACY_STREAM
 
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
         if not gpu or not x.flags.c_contiguous:

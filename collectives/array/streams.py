@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from ..errors import ArrayTypeError
 
+# The legacy default stream of the current GPU; in the CUDA array interface, too, where 0 is none.
+LEGACY_STREAM = 1
+
 
 class Stream(NamedTuple):
     """A CUDA stream.

@@ -119,7 +119,7 @@ def device_launch(
 ) -> Launch:
     """How `algorithm` goes about a call of `nbytes` bytes, where it has kernels of its own.
 
-    beside  another stream computes meanwhile
+    beside  another stream computes meanwhile. All ranks must say the same.
     most    thread blocks that the communicator may take
     """
     each = nbytes // nranks if collective in _BLOCKED else nbytes
@@ -129,8 +129,8 @@ def device_launch(
         return _PLAIN
     if collective == "all_to_all":
         return _one_shot(each, nranks) if each <= _of(_LINES, nranks) else _PLAIN
-    if collective == "all_reduce" and nbytes <= _of(_TWO_STEPS_IN_LINES, nranks) and not beside:
-        return Launch(threads=_THREADS, lines=True)
+    if collective == "all_reduce" and nbytes <= _of(_TWO_STEPS_IN_LINES, nranks):
+        return Launch(blocks=_BLOCKS_BESIDE if beside else 0, threads=_THREADS, lines=True)
     few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
     blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
     bulk = min(blocks or most, most) <= _BULK_BLOCKS

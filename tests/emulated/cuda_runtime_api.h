@@ -29,6 +29,7 @@ typedef struct EmulatedEvent* cudaEvent_t;
 typedef struct EmulatedGraph* cudaGraph_t;
 typedef struct EmulatedGraph* cudaGraphExec_t;
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(1))
+#define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
 
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal,
@@ -82,7 +83,7 @@ enum cudaDriverEntryPointQueryResult {
 };
 #define CUDART_VERSION 13000
 struct cudaFuncAttributes {
-  int numRegs;
+  int numRegs, ptxVersion;
 };
 
 cudaError_t cudaGetLastError();

@@ -1,6 +1,7 @@
 """Ranks that are processes, of which the last is killed: `dying_worker.py GPUS ALGORITHM`. The
 others, in an all_reduce, or with "recv" as algorithm in a receive from it, write what they raise
-and how long after; then they still use their GPUs.
+and how long after; then they still use their GPUs. With "close" they close the communicator behind
+an all_reduce, and write how long that took.
 """
 
 import os
@@ -20,13 +21,20 @@ def main() -> None:
     comm = cc.init(timeout=60)
     proxy = OnDevice(comm, comm.rank % int(sys.argv[1]))
     x = np.ones(20_000, np.float32)
-    algorithm = None if sys.argv[2] == "recv" else sys.argv[2]
+    algorithm = None if sys.argv[2] in ("recv", "close") else sys.argv[2]
     assert proxy.all_reduce(x, algorithm=algorithm)[0] == comm.size
     comm.barrier()
     if comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     array = cupy.ndarray((20_000,), cupy.float32, cupy.cuda.MemoryPointer(proxy.memory.mem, 0))
+    if sys.argv[2] == "close":
+        with proxy.stream:
+            comm.all_reduce(array)
+        comm.close()
+        text = f"rank {comm.rank}: closed after {time.monotonic() - began:.1f} s\n"
+        os.write(1, text.encode())
+        os._exit(1)
     try:
         with proxy.stream:
             if sys.argv[2] == "recv":

@@ -279,18 +279,23 @@ def test_processes(gpus: int) -> None:
     assert done.stdout.count("all right") == 2, done.stdout
 
 
+def run_dying(how: str) -> tuple[int, launch.Result]:
+    """What ranks wrote of which the last was killed, and how many there were."""
+    worker = Path(__file__).with_name("dying_worker.py")
+    gpus = min(GPUS, 3)
+    n = 3 if gpus > 1 else 2  # on one GPU, processes take turns
+    path = os.pathsep.join([str(worker.parent), os.environ.get("PYTHONPATH", "")])
+    return n, launch.run(n, worker, gpus, how, env={"PYTHONPATH": path}, timeout=100)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring"])
 def test_survivors_of_a_death(algorithm: str) -> None:
     """A kernel that waits for a process that was killed leaves; every survivor says who it was.
     Nothing of them stays in the memory of a GPU.
     """
-    worker = Path(__file__).with_name("dying_worker.py")
-    gpus = min(GPUS, 3)
-    n = 3 if gpus > 1 else 2  # on one GPU, processes take turns
-    path = os.pathsep.join([str(worker.parent), os.environ.get("PYTHONPATH", "")])
     free = free_memory()
-    got = launch.run(n, worker, gpus, algorithm, env={"PYTHONPATH": path}, timeout=100)
+    n, got = run_dying(algorithm)
     assert free_memory() > free - (64 << 20), got
     lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)
     assert sorted(line[0] for line in lines) == ["0", "1"][: n - 1], got
@@ -299,3 +304,11 @@ def test_survivors_of_a_death(algorithm: str) -> None:
         assert float(seconds) < 20, got  # a deadline would be 60
         assert f"the process of rank {n - 1} " in text, got
     assert len(re.findall(r"again PeerDiedError", got.output)) == n - 1, got
+
+
+@pytest.mark.faults
+def test_a_death_while_others_close() -> None:
+    """Closing waits for this rank's kernels; those that wait for the dead one leave."""
+    n, got = run_dying("close")
+    seconds = re.findall(r"^rank \d: closed after (\d+\.\d) s$", got.output, re.MULTILINE)
+    assert len(seconds) == n - 1 and all(float(s) < 20 for s in seconds), got

@@ -55,7 +55,10 @@ EXCEPTIONS = {
         "test_monitored_barrier_gloo_rank_0_timeout": _WORDS,
         "test_monitored_barrier_gloo_subgroup": _WORDS,
     },
-    "cuda": {"test_ddp_profiling_torch_profiler": _EVENTS},
+    "cuda": {
+        "test_ddp_profiling_execution_trace": "asserts that the backend's name is nccl",
+        "test_ddp_profiling_torch_profiler": _EVENTS,
+    },
     "pretended": {"test_ddp_profiling_torch_profiler": _EVENTS},
 }
 

@@ -95,8 +95,8 @@ def _status_of(do: Callable[[], Any]) -> int:
 
 
 def forked_ranks_have_gpus() -> bool:
-    """Can ranks forked from a case's process use CUDA? They cannot if that process, or this one, has
-    asked CUDA for anything, as what a case does before it starts its ranks may do.
+    """Can ranks forked from a case's process use CUDA? They cannot if that process, or this one,
+    has asked CUDA for anything, as what a case does before it starts its ranks may do.
     """
 
     def be_a_case() -> None:

@@ -1,0 +1,171 @@
+"""What waits for what, and what must not: the host, streams, buffers that end, closing, and ranks
+that leave room for computing where others do not.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import launch
+import numpy as np
+import pytest
+from cases import Case, check
+from gpus import GPUS, MARK, cupy
+from on_device import OnDevice, run_on
+
+import collectives as cc
+from collectives.array import Stream
+
+pytestmark = MARK
+
+ALL = list(range(GPUS))
+
+
+def filled(comm: OnDevice, count: int, value: float, at: int = 0) -> Any:
+    """An array in the memory of `comm`."""
+    array = cupy.ndarray((count,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at))
+    host = np.full(count, value, np.float32)
+    comm.copy(array.data.ptr, host.ctypes.data, host.nbytes, 1)
+    return array
+
+
+def back(comm: OnDevice, array: Any) -> Any:
+    host = np.empty(array.size, np.float32)
+    comm.copy(host.ctypes.data, array.data.ptr, host.nbytes, 2)
+    return host
+
+
+def test_waiting_for_a_call_does_not_wait_for_later_ones() -> None:
+    """Rank 0 is in a receive already whose sender comes when rank 0 says so."""
+
+    def body(comm: OnDevice) -> bool:
+        c, rank = comm.comm, comm.rank
+        x, y = filled(comm, 5000, rank + 1), filled(comm, 100, 7 * rank, 1 << 20)
+        c.barrier()
+        first = c.all_reduce(x, stream=comm.stream, async_op=True)
+        later = c.recv(y, 1, stream=comm.stream, async_op=True) if rank == 0 else None
+        first.wait(30)
+        assert first.done() and (later is None or not later.done())
+        assert (back(comm, x) == 3).all() if rank == 1 else True
+        c.barrier()
+        if rank == 1:
+            c.send(y, 0, stream=comm.stream)
+        comm.finish()
+        assert (back(comm, x) == 3).all() and (back(comm, y) == 7).all()
+        return later is None or bool(later.done())
+
+    assert run_on(2, ALL, body, timeout=20) == [True] * 2
+
+
+def test_a_work_in_a_graph() -> None:
+    """What is captured has no end of its own: done means that nothing is under way."""
+
+    def body(comm: OnDevice) -> bool:
+        x = filled(comm, 5000, 1)
+        comm.comm.all_reduce(x, stream=comm.stream)
+        comm.finish()
+        comm.stream.begin_capture()
+        work = comm.comm.all_reduce(x, stream=comm.stream, async_op=True)
+        graph = comm.stream.end_capture()
+        assert work.done()
+        comm.meet()
+        graph.launch(comm.stream)
+        comm.finish()
+        return bool((back(comm, x) == 4).all())
+
+    assert run_on(2, ALL, body, timeout=20) == [True] * 2
+
+
+def test_results_are_made_on_the_current_stream() -> None:
+    """Its library may use the memory of an array that a call makes until what is on the current
+    stream has ended: the call waits for that, on whatever stream it is put.
+    """
+    lock = threading.Lock()
+
+    def body(comm: OnDevice) -> bool:
+        c = comm.comm
+        held = c.duplicate(max_blocks=2)
+        x = filled(comm, 1000, comm.rank)
+        with lock:
+            other = cupy.cuda.Stream(non_blocking=True)
+        held.all_reduce(x[:0], stream=comm.stream)  # sets it up
+        c.all_reduce(x[:0], stream=comm.stream)
+        comm.finish()
+        if comm.rank == 0:
+            held.barrier(stream=comm.stream)
+        with comm.stream:
+            work = c.all_gather(x, stream=other, async_op=True)
+        c.barrier()
+        if comm.rank == 0:
+            time.sleep(0.3)
+            assert not work.done(), "the call did not wait for the current stream"
+        c.barrier()
+        if comm.rank == 1:
+            held.barrier(stream=comm.stream)
+        out = work.wait(20)
+        other.synchronize()
+        comm.finish()
+        return bool((back(comm, out) == np.repeat([0, 1], 1000)).all())
+
+    assert run_on(2, ALL, body, timeout=20) == [True] * 2
+
+
+def test_closing_one_while_others_wait_in_another() -> None:
+    """On a GPU that ranks share, freeing would wait for a kernel that waits for this very rank."""
+
+    def body(comm: OnDevice) -> bool:
+        c = comm.comm
+        twin = c.duplicate()
+        for one in (comm, OnDevice(twin, comm.device)):
+            check(one, Case("all_reduce", "ring"))
+        if comm.rank == 1:
+            time.sleep(0.3)
+        x = filled(comm, 5000, 1)
+        twin.close()
+        c.all_reduce(x, stream=comm.stream)
+        comm.finish()
+        return bool((back(comm, x) == 2).all())
+
+    assert run_on(2, [0], body, timeout=20) == [True] * 2
+
+
+@pytest.mark.parametrize(("n", "count"), [(2, 1_500_000), (3, 100_000), (3, 3_000_000)])
+def test_ranks_of_which_one_leaves_room_for_computing(n: int, count: int) -> None:
+    """They share the call out differently, if it is large. That ends at once, and in words; and
+    where they do not, it works.
+    """
+
+    def body(comm: OnDevice) -> str:
+        x = filled(comm, count, 1)
+        comm.comm.all_reduce(x[:0], stream=comm.stream)
+        comm.finish()
+        stream = Stream(comm.stream.ptr, comm.device, beside=comm.rank == 0)
+        try:
+            comm.comm.all_reduce(x, stream=stream)
+            comm.stream.synchronize()
+            comm.comm.synchronize()
+        except cc.MismatchError as error:
+            comm.stream.synchronize()
+            assert (back(comm, x) == 1).all()
+            return str(error)
+        assert (back(comm, x) == n).all()
+        return ""
+
+    words = run_on(n, ALL, body, timeout=60)
+    if count == 100_000:  # in lines, in which blocks do not count
+        assert words == [""] * n
+    else:
+        assert all(words) and any("in few blocks" in w for w in words), words
+
+
+def test_a_buffer_that_ends_while_kernels_use_it() -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    got = launch.run(
+        2, here / "ending_buffer_worker.py", min(GPUS, 2), env={"PYTHONPATH": path}, timeout=100
+    ).expect(status=0)
+    assert got.output.count("all right") == 2, got
