@@ -23,7 +23,7 @@ from .bootstrap import Bootstrap, detect
 from .calls import integer
 from .config import Settings
 from .connect import connect
-from .device import checked_blocks, view, wait_for
+from .device import checked_blocks, keep_streams_apart, view, wait_for
 from .errors import ArrayError, ClosedError, CollectiveError, DeadlineError, UnsupportedError
 from .flight_recorder import dump_when_told, starting, write_dump
 from .group import Group
@@ -74,6 +74,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         """
         settings = settings or Settings()
         dump_when_told(settings.dump)
+        keep_streams_apart()
         try:
             self.max_blocks = checked_blocks(max_blocks)
             connection = connect(bootstrap, settings, nodes)

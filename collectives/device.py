@@ -58,6 +58,15 @@ def device_of(what: str, source: View | None, target: View | None) -> str:
     return source.device
 
 
+def keep_streams_apart() -> None:
+    """Gives a stream a queue of its own on the GPU, for up to 32 of them, unless the environment
+    says otherwise: CUDA's default is 8, and what is put on a further stream waits behind another's
+    kernel, which may wait for it. Works only before CUDA is used.
+    """
+    if _core.has_cuda:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def why_no_gpu(ordinal: int) -> str:
     """Why this process cannot use GPU `ordinal`, in words; "" if it can."""
     count, why = _core.device_count()

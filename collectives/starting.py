@@ -10,6 +10,7 @@ from typing import Any
 from .bootstrap import Threads, claimed, detect
 from .communicator import Communicator
 from .config import Settings
+from .device import keep_streams_apart
 from .errors import CollectiveError
 from .flight_recorder import starting
 
@@ -64,9 +65,8 @@ def run_threads(
     if devices is not None:
         if not devices:
             raise ValueError("devices=[] names no GPU; pass [0] for one that all ranks share")
-        # Kernels that wait for each other need a hardware queue each, and may not be loaded while
-        # one waits.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # (And no kernel may be loaded while another waits.)
+        keep_streams_apart()
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     settings = Settings()
     ends = Threads.world(n, settings.timeout if timeout is None else timeout)

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <vector>
 
 #include "cuda_memory.hpp"
@@ -29,6 +30,44 @@ constexpr microseconds kLookEvery{5000};
 // Seconds for which a kernel believes in a host that does not stir: a slice waits for its peers as
 // long as the communicator's timeout at most, at each of a few steps.
 double patience(double timeout_s) { return 60 + 8 * std::min(timeout_s, 1e8); }
+
+// The streams of copies down and up, which all communicators of a process have in common on a GPU:
+// nothing there waits for a peer. A GPU works on a few streams at a time only, and on one behind
+// another beyond that (CUDA_DEVICE_MAX_CONNECTIONS), where a copy could come behind the kernel that
+// waits for it.
+class CopyStreams {
+ public:
+  static std::shared_ptr<CopyStreams> of(int device) {
+    static std::mutex mutex;
+    static auto* const all = new std::map<int, std::weak_ptr<CopyStreams>>;
+    const std::lock_guard lock(mutex);
+    std::weak_ptr<CopyStreams>& known = (*all)[device];
+    std::shared_ptr<CopyStreams> found = known.lock();
+    if (found == nullptr) known = found = std::make_shared<CopyStreams>(device);
+    return found;
+  }
+
+  explicit CopyStreams(int device) : device_(device) {
+    const OnDevice current(device);
+    for (cudaStream_t* one : {&down, &up})
+      check_cuda(cudaStreamCreateWithFlags(one, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
+  ~CopyStreams() {
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(device_);
+    for (const cudaStream_t one : {down, up})
+      if (one != nullptr) cudaStreamDestroy(one);
+    cudaSetDevice(before);
+  }
+  CopyStreams(const CopyStreams&) = delete;
+  CopyStreams& operator=(const CopyStreams&) = delete;
+
+  cudaStream_t down = nullptr, up = nullptr;
+
+ private:
+  const int device_;
+};
 
 }  // namespace
 
@@ -56,7 +95,8 @@ struct Staging::State {
   int device;
   std::size_t slot_bytes;
   Slot slots[kSlots];
-  cudaStream_t down = nullptr, up = nullptr;
+  std::shared_ptr<CopyStreams> streams;
+  cudaStream_t down = nullptr, up = nullptr;  // of `streams`
   StagingControl *control = nullptr, *mapped = nullptr;
   std::byte* pinned = nullptr;
   u64 issued = 0;
@@ -83,8 +123,9 @@ Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes +
   const WhileCapturing relaxed;
   const OnDevice current(device);
   check_cuda(static_cast<cudaError_t>(load_staging_wait()), "loading the kernels");
-  check_cuda(cudaStreamCreateWithFlags(&down, cudaStreamNonBlocking), "cudaStreamCreate");
-  check_cuda(cudaStreamCreateWithFlags(&up, cudaStreamNonBlocking), "cudaStreamCreate");
+  streams = CopyStreams::of(device);
+  down = streams->down;
+  up = streams->up;
   void* p = nullptr;
   constexpr unsigned kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
   check_cuda(cudaHostAlloc(&p, sizeof(StagingControl), kFlags), "cudaHostAlloc");
@@ -184,11 +225,8 @@ void Staging::State::close() {
     cudaEventSynchronize(one);
     cudaEventDestroy(one);
   }
-  for (const cudaStream_t one : {down, up}) {
-    if (one == nullptr) continue;
-    cudaStreamSynchronize(one);
-    cudaStreamDestroy(one);
-  }
+  for (const cudaStream_t one : {down, up})
+    if (one != nullptr) cudaStreamSynchronize(one);
   scratch.reset();
   for (const cudaEvent_t one : events) cudaEventDestroy(one);
   for (const Slot& slot : slots)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from collectives import _core
 
+# Before CUDA is used: what `run_threads` sets, too, for ranks that share a GPU.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 GPUS, WHY = _core.device_count()
 if not GPUS:
     pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
