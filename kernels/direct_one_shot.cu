@@ -165,10 +165,23 @@ __global__ void __launch_bounds__(Shares::kMostThreads)
 
 using Kernel = void (*)(OneShotCall);
 
+// What has no sum of its own looks at one parcel at a time however many there are: one kernel less.
+template <class Sum, class Shares>
+struct Taken {
+  using Type = Shares;
+};
+template <>
+struct Taken<void, Whole<4>> {
+  using Type = Whole<1>;
+};
+template <class Carrier, class Sum, class Shares>
+constexpr Kernel kCombining =
+    one_shot_kernel<Carrier, Combination<Sum>, typename Taken<Sum, Shares>::Type>;
+
 template <class Carrier, class Shares>
 Kernel reducing(const OneShotCall& call) {
   return with_fast_sum(call.arithmetic.reducer, [](auto sum) -> Kernel {
-    return one_shot_kernel<Carrier, Combination<typename decltype(sum)::Type>, Shares>;
+    return kCombining<Carrier, typename decltype(sum)::Type, Shares>;
   });
 }
 
@@ -182,11 +195,10 @@ Kernel kernel_of(const OneShotCall& call) {
 
 template <class Carrier, class Shares>
 int residency_reducing(int* blocks) {
-  return residency_of<OneShotCall>({one_shot_kernel<Carrier, Combination<Float32Sum>, Shares>,
-                                    one_shot_kernel<Carrier, Combination<Bfloat16Sum>, Shares>,
-                                    one_shot_kernel<Carrier, Combination<Float16Sum>, Shares>,
-                                    one_shot_kernel<Carrier, Combination<void>, Shares>},
-                                   blocks, Shares::kMostThreads);
+  return residency_of<OneShotCall>(
+      {kCombining<Carrier, Float32Sum, Shares>, kCombining<Carrier, Bfloat16Sum, Shares>,
+       kCombining<Carrier, Float16Sum, Shares>, kCombining<Carrier, void, Shares>},
+      blocks, Shares::kMostThreads);
 }
 
 template <class Carrier>
