@@ -84,7 +84,7 @@ std::string Signature::describe() const {
     if (algorithm[0]) s += std::string{", algorithm="} + algorithm;
     if (order & kOrder) s += ", order=rank";
     if (order & kInLines) s += ", in lines";
-    if (order & kInFewBlocks) s += ", in few blocks";
+    if (order & kInFewBlocks) s += ", leaving room for computing";
     s += ")";
   }
   if (order & kOnDevice) s += " on arrays on the GPU";

@@ -207,8 +207,7 @@ class BaseGroup(dist.ProcessGroup):
         if opts is None or opts.asyncOp:
             work = self._sides.run(device, put_on, call.finish, outputs, call.keep)
             return self._note(work)
-        # Kernels are those of asynchronous calls: a rank may wait where another does not.
-        put_on(Stream(current_stream(device.index), device.index, beside=True))
+        put_on(Stream(current_stream(device.index), device.index))
         if call.finish is not None:
             call.finish()
         return self._note(StreamWork(outputs, device))

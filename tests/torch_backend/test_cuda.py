@@ -37,6 +37,8 @@ CHECKS = (
     "calls_follow_the_current_stream",
     "waiting_does_not_block_the_host",
     "memory_lives_until_the_call_has_ended",
+    "tensors_outlive_their_group",
+    "another_gpu_may_be_current",
     "callbacks_of_futures_see_the_result",
     "graphs",
     "compiled_functional_collectives",

@@ -5,6 +5,7 @@ COLLECTIVES_TEST_DEVICE=cpu runs what does not need a GPU on the host.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -215,6 +216,40 @@ def memory_lives_until_the_call_has_ended() -> None:
         work.wait()
         same(out.view(N, count)[:, ::1009].amax(1), [float(r + turn) for r in range(N)])
         same(out.view(N, count)[:, ::1009].amin(1), [float(r + turn) for r in range(N)])
+
+
+@on_gpu
+def tensors_outlive_their_group() -> None:
+    """torch marks the end of a tensor's memory on the streams that it was used on."""
+    group = dist.new_group()
+    x = torch.ones(1 << 20, device=DEVICE)
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    same(x[::99991], torch.full_like(x[::99991], float(N)))
+    del x
+    torch.ones(1 << 20, device=DEVICE)
+    torch.cuda.synchronize()
+
+
+@on_gpu
+def another_gpu_may_be_current() -> None:
+    """A tensor says where it is: its GPU's default stream is meant, not the current one's."""
+    if GPUS < 2:
+        return
+    x = torch.full((1 << 16,), float(RANK + 1), device=DEVICE)
+    torch.cuda.set_device((DEVICE.index + 1) % GPUS)
+    try:
+        for asynchronous in (True, False):
+            torch.cuda._sleep(LONG // 50)
+            work = dist.all_reduce(x, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            x /= N
+        same(x[::997], torch.full_like(x[::997], (N + 1) / 2))
+    finally:
+        torch.cuda.set_device(DEVICE)
 
 
 @on_gpu
