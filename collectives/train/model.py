@@ -33,7 +33,7 @@ class Model(ABC):
     @abstractmethod
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
         """The parameters live in `store` from now on; with a gatherer they come on demand. Frozen
-        ones become `dtype`, unless it is None.
+        ones of floats become `dtype`, unless it is None.
         """
 
     @abstractmethod

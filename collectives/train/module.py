@@ -103,7 +103,8 @@ class ModuleModel(Model):
     def _begin(self) -> None:
         for name, parameter in self._frozen.items():
             value = tensor_of(self.frozen[name])
-            parameter.data = value if self._dtype is None else value.to(self._dtype)
+            cast = self._dtype is not None and value.is_floating_point()
+            parameter.data = value.to(self._dtype) if cast else value
             self.frozen[name] = native(parameter.detach())
         if self._gatherer is not None:
             self._watch()

@@ -1,0 +1,84 @@
+"""What a trainer is asked for, checked before any rank waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..agreement import agree
+from ..array import dtype_name
+from ..errors import ArrayTypeError, did_you_mean
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+    from .model import Model
+
+
+def check_settings(
+    *,
+    sharding: int,
+    shard_group: str | None,
+    normalize: str,
+    count: Any,
+    accumulate: int,
+    reduce_every: str,
+    clip_norm: float | None,
+    offload: str | None,
+) -> None:
+    """Raises ValueError for a setting of `Trainer` that has no such value."""
+    if sharding not in (0, 1, 2, 3):
+        raise ValueError(f"sharding={sharding!r}; known: 0, 1, 2, 3")
+    if shard_group not in (None, "node"):
+        raise ValueError(f"shard_group={shard_group!r}; only 'node' is known")
+    if normalize not in ("samples", "tokens"):
+        raise ValueError(
+            f"normalize={normalize!r}; {did_you_mean(normalize, ['samples', 'tokens'])}"
+        )
+    if normalize == "tokens" and count is None:
+        raise ValueError("normalize='tokens' needs count=, which counts the tokens of a batch")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}; at least one micro-batch makes a step")
+    if reduce_every not in ("step", "micro-batch"):
+        raise ValueError(
+            f"reduce_every={reduce_every!r}; " + did_you_mean(reduce_every, ["step", "micro-batch"])
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm} must be positive")
+    if offload not in (None, "host"):
+        raise ValueError(f"offload={offload!r}; only 'host' is known")
+
+
+def is_real(x: Any) -> bool:
+    """True for an array of real floating-point numbers."""
+    return dtype_name(x.dtype).startswith(("float", "bfloat"))
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raises ArrayTypeError that names a trainable parameter of another kind than real floats."""
+    for name, x in parameters.items():
+        if not is_real(x):
+            kind = dtype_name(x.dtype)
+            raise ArrayTypeError(
+                f"parameter {name!r} is {kind}; the trainer steps real floating-point parameters: "
+                + (
+                    "keep its real and imaginary parts as two parameters"
+                    if kind.startswith("complex")
+                    else "freeze it (frozen=, or requires_grad=False)"
+                )
+            )
+
+
+def agree_on(
+    comm: Communicator, model: Model, settings: Mapping[str, Any], number: Mapping[str, int]
+) -> None:
+    """Raises MismatchError on all ranks unless all have these parameters, settings and parameter
+    groups. Collective.
+    """
+    shapes = {
+        name: [kind, list(x.shape), dtype_name(x.dtype)]
+        for kind, arrays in (("", model.parameters), ("frozen", model.frozen))
+        for name, x in arrays.items()
+    }
+    agree(comm, "parameter", shapes)
+    agree(comm, "setting", settings)
+    agree(comm, "parameter group of", number)
