@@ -233,7 +233,7 @@ DAMAGE = {
     "file gone": (lambda p: shard_file(p, 0).unlink(), r"which holds '\w+/\w+@\d+', is missing"),
     "no index": (lambda p: (p / "checkpoint.json").unlink(), "holds no checkpoint"),
     "index cut": (lambda p: cut_short(p / "checkpoint.json"), "is cut short or damaged"),
-    "format": (old_format, "has format 2, known is 3; it is to be loaded, and saved anew, by"),
+    "format": (old_format, "has format 2, known is 3: another version of this package wrote it"),
     "index changed": (
         lambda p: edit_index(p, lambda i: i.update(updates=7), seal=False),
         r"checkpoint\.json is damaged: another checksum",

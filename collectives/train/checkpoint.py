@@ -284,8 +284,8 @@ def _index(root: Path) -> dict[str, Any]:
         raise CheckpointError(f"{root / INDEX} is cut short or damaged") from None
     if kind != _FORMAT:
         raise CheckpointError(
-            f"{root / INDEX} has format {kind}, known is {_FORMAT}; it is to be loaded, and saved "
-            "anew, by the version that wrote it"
+            f"{root / INDEX} has format {kind}, known is {_FORMAT}: another version of this "
+            "package wrote it, and can load it"
         )
     index = whole.get("content")
     if whole.get("crc32") != zlib.crc32(json.dumps(index).encode()) or not isinstance(index, dict):

@@ -413,10 +413,23 @@ class Trainer:
         return sizes
 
     def close(self) -> None:
-        """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local."""
+        """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local. Under
+        stage 3 a module is left without parameters: see `release`.
+        """
         self._model.close()
         for comm in self.bucketer.siblings:
             comm.close()
+
+    def release(self) -> None:
+        """Gives a module its parameters, whole under every stage, in the dtype they were used in,
+        and closes the trainer. Collective.
+        """
+        if self._gatherer is not None:
+            with self._model.stream():
+                self._settle()
+                self._gatherer.gather_everything()
+        self._model.release()
+        self.close()
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for Chrome or Perfetto, by rank 0. Collective."""

@@ -59,6 +59,10 @@ class Model(ABC):
         """The trainer is through with the model."""
         return
 
+    def release(self) -> None:
+        """As `close`, and all parameters, which are gathered, are the model's own from now on."""
+        return
+
     @abstractmethod
     def whole(self) -> Any:
         """What a user evaluates: the module, or parameters by name."""

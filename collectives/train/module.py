@@ -19,7 +19,10 @@ import torch
 
 from ..array import native
 from ..array.dtypes import torch_dtype
+from ..errors import CollectiveError
+from ..gradients import listed
 from ..torch_gradients import cupy_follows
+from .holding import check_free, hold, let_go, used_while_empty
 from .model import Model, Ready
 from .sharding import Shard
 from .torch_arrays import tensor_of
@@ -37,6 +40,7 @@ class ModuleModel(Model):
     """A torch module and its loss: loss(module, batch) -> tensor, the mean over the batch."""
 
     def __init__(self, module: torch.nn.Module, loss: Callable[..., Any]) -> None:
+        check_free(module)
         self._module = module
         self._loss = loss
         named = dict(module.named_parameters())  # a tied parameter comes once
@@ -97,6 +101,8 @@ class ModuleModel(Model):
                 self.give(shard)
         if first:
             self._begin()
+            mine = weakref.ref(self)
+            hold(self._tensors.values(), mine, empty=gatherer is not None)
         for own in self._owns:
             own.find(self._bucket)
 
@@ -119,7 +125,7 @@ class ModuleModel(Model):
     def give(self, shard: Shard) -> None:
         flat, nothing, views = self._flat[shard.bucket.index]
         for parameter, _ in views:
-            # What is used outside of its module's forward fails by its shape.
+            # What is used outside of its module's forward fails by its shape: see `_explain`.
             parameter.data = nothing
         flat.untyped_storage().resize_(0)
 
@@ -129,6 +135,12 @@ class ModuleModel(Model):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        let_go(self._tensors.values(), whole=False)
+
+    def release(self) -> None:
+        for parameter in self._tensors.values():
+            parameter.data = parameter.detach().clone()
+        let_go(self._tensors.values(), whole=True)
 
     def whole(self) -> Any:
         return self._module
@@ -140,9 +152,33 @@ class ModuleModel(Model):
         self._done.clear()
         if self._dtype is not None:
             batch = _cast(batch, self._dtype)
-        loss = self._loss(self._module, batch)
-        (loss.float() * (weight * scale)).backward()
-        return loss.detach()
+        try:
+            loss = self._loss(self._module, batch)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        # What is smaller than float32 would round the weights.
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        (wide * (weight * scale)).backward()
+        return wide.detach()
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raises CollectiveError if the module used a parameter that was not gathered."""
+        if self._gatherer is None or isinstance(error, CollectiveError):
+            return
+        empty = {id(p): n for n, p in self._tensors.items() if self._is_empty(n)}
+        names = used_while_empty(error.__traceback__, self._module, empty)
+        if names:
+            raise CollectiveError(
+                f"sharding=3: {listed(names)} was used outside of the forward of a module that has "
+                "it, where it is not gathered: call that module, or make it a parameter of the "
+                f"module that uses it ({error})"
+            ) from error
+
+    def _is_empty(self, name: str) -> bool:
+        assert self._store is not None
+        shard, _, length, _ = self._store.owners[name]
+        return shard.full is None and length > 0
 
     def arrived(self, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter is there."""
@@ -160,8 +196,14 @@ class ModuleModel(Model):
     def _watch(self) -> None:
         """Hooks on all modules that have parameters of their own."""
         for module in self._module.modules():
+            parts = [module]
+            if isinstance(module, torch.nn.MultiheadAttention):
+                parts.append(module.out_proj)  # it uses this one's parameters, and never calls it
             names = [
-                self._names[id(p)] for p in module.parameters(recurse=False) if p.requires_grad
+                self._names[id(p)]
+                for part in parts
+                for p in part.parameters(recurse=False)
+                if p.requires_grad
             ]
             if names:
                 own = _Own(names)
