@@ -154,3 +154,31 @@ def test_weights_of_micro_batches_are_not_rounded_in_float64():
             torch.testing.assert_close(ours.detach(), wanted, rtol=1e-14, atol=1e-14)
 
     cc.run_threads(1, body, timeout=20)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_batch_normalisation_keeps_its_dtype(precision, stage):
+    """Beside an input of 16 bits torch wants parameters like the running statistics."""
+
+    def body(comm):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9),
+            torch.nn.BatchNorm1d(9).requires_grad_(False), torch.nn.Linear(9, 3),
+        )  # fmt: skip
+        trainer = Trainer(
+            net, AdamW(lr=0.01), comm, loss=square, sharding=stage, precision=precision
+        )
+        losses = [trainer.step(BATCH).loss for _ in range(5)]
+        with trainer.gathered() as whole:
+            dtypes = {p.dtype for part in whole[1:3] for p in part.parameters()}
+            dtypes |= {whole[1].running_mean.dtype}
+            assert whole[0].weight.dtype != torch.float32
+            assert whole[1].running_mean.any()
+        assert dtypes == {torch.float32}
+        return losses, models.bits(trainer.parameters())
+
+    found = cc.run_threads(2, body, timeout=20)
+    assert found[0] == found[1]
+    assert found[0][0][-1] < found[0][0][0]

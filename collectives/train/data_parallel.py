@@ -34,9 +34,9 @@ from .model import model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
 from .precision import LossScale, check_kept, compute_dtype, kept_dtype
-from .progress import Bar, Log, Metrics, text_of
+from .progress import Bar, Log, Metrics
 from .schedules import Constant, Schedule
-from .settings import agree_on, check_parameters, check_settings
+from .settings import agree_on, check_parameters, check_settings, text_of
 from .sharding import Shard, Store
 from .stepping import Stepper
 
@@ -56,8 +56,9 @@ class Trainer:
     loss           for modules: loss(module, batch) -> the mean loss over the batch
     sharding       0 replicated, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO)
     shard_group    "node": shard within a node, replicate across nodes
-    precision      "bf16", "fp16": parameters have this dtype in forward and backward. None: that
-                   in which they came in
+    precision      "bf16", "fp16": parameters have this dtype in forward and backward, but those of
+                   a module's batch normalisation, which keep theirs. None: that in which they came
+                   in. Buffers keep theirs in any case
     master_weights True: parameters of 16 bits have master weights and optimizer state in the dtype
                    that came in, at least float32. False: they have no masters, and state of their
                    own dtype: with Adam in bf16, 6 bytes a parameter instead of 14. Each step is
@@ -76,7 +77,8 @@ class Trainer:
                    in both cases the step is that of the mean over the global batch
     count          count(batch) -> samples or tokens in a (micro-)batch; the length of its first
                    array if None
-    schedule       factor of the learning rate for each step, from `schedules`
+    schedule       factor of the learning rate for each step, from `schedules`; or a function or
+                   object of your own, but no lambda: ranks and checkpoints compare it
     groups         parameter groups: {"params": [names or patterns], **settings of the optimizer}
     frozen         for functions: names of parameters that have no gradient
     offload        "host": master weights and optimizer state of GPU parameters live on the host
@@ -152,7 +154,6 @@ class Trainer:
         if self._dtype == "float16":
             self.loss_scale = dataclasses.replace(loss_scale or LossScale())
         self._count = count or samples
-        self._log = Log(metrics, comm.rank)
         self._model = model_of(model, params, loss, frozen)
         check_parameters(self._model.parameters)
         self.names = list(self._model.parameters)
@@ -177,6 +178,7 @@ class Trainer:
             "loss_scale": text_of(self.loss_scale),
         }
         agree_on(comm, self._model, self.settings, self._number)
+        self._log = Log(metrics, comm)
         self._broadcast()
         self._order = order
         self._hybrid = shard_group == "node" and sharding > 0
@@ -185,7 +187,9 @@ class Trainer:
             group = comm.split(by="node")
         self.store = Store(group, sharding, offload == "host")
         values = self._model.parameters
-        self._dtypes = {n: self._dtype or dtype_name(x.dtype) for n, x in values.items()}
+        self._dtypes = {n: dtype_name(x.dtype) for n, x in values.items()}
+        if self._dtype is not None:
+            self._dtypes |= {n: self._dtype for n in values if n not in self._model.wide}
         self.kept = {  # dtypes of what is stepped
             n: kept_dtype(dtype_name(x.dtype), self._dtypes[n], master_weights)
             for n, x in values.items()

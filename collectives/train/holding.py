@@ -50,7 +50,8 @@ def check_free(module: torch.nn.Module) -> None:
             continue
         if found.model() is not None:
             raise CollectiveError(
-                f"parameter {name!r} belongs to another trainer: call its release() or close() first"
+                f"parameter {name!r} belongs to another trainer: call its release() or close() "
+                "first"
             )
         if found.empty:
             raise CollectiveError(

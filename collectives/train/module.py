@@ -48,6 +48,13 @@ class ModuleModel(Model):
         self.parameters = {n: _copy(p) for n, p in self._tensors.items()}
         self._frozen = {n: p for n, p in named.items() if not p.requires_grad}
         self.frozen = {n: _copy(p) for n, p in self._frozen.items()}
+        # Its running statistics are float32, and torch wants parameters like them beside any input.
+        self.wide = frozenset(
+            f"{path}.{own}" if path else own
+            for path, part in module.named_modules()
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            for own, _ in part.named_parameters(recurse=False)
+        )
         self._buffers = {n: b for n, b in module.named_buffers() if b.numel()}
         # The module's own memory: what is written here, the module sees.
         self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
@@ -109,8 +116,9 @@ class ModuleModel(Model):
     def _begin(self) -> None:
         for name, parameter in self._frozen.items():
             value = tensor_of(self.frozen[name])
-            cast = self._dtype is not None and value.is_floating_point()
-            parameter.data = value.to(self._dtype) if cast else value
+            if self._dtype is not None and value.is_floating_point() and name not in self.wide:
+                value = value.to(self._dtype)
+            parameter.data = value
             self.frozen[name] = native(parameter.detach())
         if self._gatherer is not None:
             self._watch()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +49,36 @@ def check_settings(
         raise ValueError(f"clip_norm={clip_norm} must be positive")
     if offload not in (None, "host"):
         raise ValueError(f"offload={offload!r}; only 'host' is known")
+
+
+def text_of(value: Any) -> str:
+    """How a setting is compared between ranks and in checkpoints: what it is of, and what it holds,
+    not where it lies in memory. Raises ValueError for a lambda, which says neither.
+    """
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {text_of(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, functools.partial):
+        return f"partial{text_of([value.func, *value.args, value.keywords])}"
+    if isinstance(value, types.MethodType):
+        return f"{text_of(value.__self__)}.{value.__name__}"
+    if isinstance(value, (types.FunctionType, type)):
+        if value.__name__ == "<lambda>" or getattr(value, "__closure__", None):
+            raise ValueError(
+                f"{value.__qualname__} is a lambda or a closure, and cannot be compared between "
+                "ranks and with checkpoints: make it a function of its own, a functools.partial of "
+                "one, or an object with a __call__"
+            )
+        return f"{value.__module__}.{value.__qualname__}"
+    kind = type(value)
+    if dataclasses.is_dataclass(value):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif "__repr__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}:
+        held = getattr(value, "__dict__", {})
+    else:
+        return repr(value)
+    return f"{kind.__qualname__}({', '.join(f'{k}={text_of(x)}' for k, x in held.items())})"
 
 
 def is_real(x: Any) -> bool:
