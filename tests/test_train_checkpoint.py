@@ -438,7 +438,7 @@ def test_those_kills_would_find_another_way_of_writing(tmp_path, how):
 
 
 def test_a_sampler_that_does_not_fit_changes_nothing(tmp_path):
-    """One of other data, and one whose steps do not divide what was taken, on one rank alone."""
+    """One of other data, and one whose steps do not divide what was taken."""
 
     def body(comm):
         trainer = make(comm, function=models.loss_and_grads, accumulate=1)
@@ -450,7 +450,7 @@ def test_a_sampler_that_does_not_fit_changes_nothing(tmp_path):
         other = make(comm, function=models.loss_and_grads, accumulate=1)
         for wrong in (
             Sampler(61, comm, micro=5, seed=1),
-            Sampler(60, comm, micro=3 + 2 * comm.rank, seed=1),
+            Sampler(60, comm, micro=4, seed=1),
         ):
             before = wrong.state(), models.bits(other.parameters())
             with pytest.raises(cc.CollectiveError, match="samples"):
@@ -465,8 +465,16 @@ def test_a_sampler_that_does_not_fit_changes_nothing(tmp_path):
 
 
 class Rank:
+    """A communicator whose other ranks agree."""
+
     def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._bootstrap = rank, size, self
+
+    def _check_open(self):
+        pass
+
+    def all_gather(self, mine):
+        return [mine] * self.size
 
 
 def samplers(samples, ranks, **more):
@@ -564,3 +572,13 @@ def test_the_schedule_sets_the_rate_of_each_step():
         return rates, trainer.parameters()["w"][0]
 
     assert cc.run_threads(2, body) == [([2, 1, 0.5], -3.5)] * 2
+
+
+@pytest.mark.parametrize("more", [{"seed": 2}, {"samples": 61}, {"micro": 4}, {"last": "pad"}])
+def test_samplers_that_differ_between_ranks(more):
+    def body(comm):
+        settings = {"samples": 60, "micro": 3} | (more if comm.rank else {})
+        Sampler(settings.pop("samples"), comm, **settings)
+
+    ended = outcomes(2, body)
+    assert all(isinstance(e, cc.MismatchError) and "sampler's" in str(e) for e in ended), ended

@@ -115,6 +115,7 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
                 "layout": trainer.bucketer.layout,
                 "updates": trainer.updates,
                 "steps": trainer.steps,
+                "missed": trainer.missed,
                 "loss_scale": trainer.loss_scale and vars(trainer.loss_scale),
                 "sampler": sampler.state() if sampler is not None else None,
             }
@@ -253,6 +254,8 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     except _WRONG as problem:
         error = f"rank {comm.rank}: {_words(problem)}"
     _raise_any(comm, error)
+    trainer.missed.clear()
+    trainer.missed.update(index["missed"])
     trainer.restore(layout, shards, buffers)
     if trainer.torch_stepper is not None:
         trainer.torch_stepper.restore(index["torch"], states)
@@ -295,6 +298,8 @@ def _index(root: Path) -> dict[str, Any]:
 
 def _check_model(trainer: Trainer, index: Mapping[str, Any]) -> None:
     """The checkpoint has this model's parameters, and no others, and this optimizer's state."""
+    for key in ("missed", "updates", "steps", "loss_scale", "world", "random"):
+        index[key]  # a KeyError now rather than when parameters are set
     mine = {n: list(trainer.store.owners[n][3]) for n in trainer.names}
     theirs = index["shapes"]
     for name in mine:

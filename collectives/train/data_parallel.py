@@ -26,7 +26,7 @@ from ..bucketing import Bucketer
 from ..errors import CollectiveError
 from ..gradients import put
 from ..work import ThenWork, Work
-from .batches import micro_batches, samples
+from .batches import joined, micro_batches, samples
 from .gathering import Gatherer
 from .gradient_norm import gradient_norm, who_is_not_finite
 from .interrupted import Cause, meet
@@ -34,7 +34,7 @@ from .model import model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
 from .precision import LossScale, check_kept, compute_dtype, kept_dtype
-from .progress import Bar, Log, Metrics
+from .progress import Bar, Log, Metrics, number
 from .schedules import Constant, Schedule
 from .settings import agree_on, check_parameters, check_settings, text_of
 from .sharding import Shard, Store
@@ -245,8 +245,8 @@ class Trainer:
     def step(self, batch: Any) -> Metrics:
         """One optimizer step on what this rank has of the global batch.
 
-        batch  arrays whose first axes run over samples, in any nesting of tuples and dicts, split
-               into `accumulate` micro-batches; or a list of micro-batches. None: no data here.
+        batch  arrays whose first axes run over samples, in any nesting of tuples, lists and dicts,
+               split into `accumulate` micro-batches; or a list of these. None: no data here.
 
         Raises CollectiveError on all ranks, and writes nothing, if a gradient is not finite (in
         fp16 the step is left out instead); it names the parameters, and the ranks where they are
@@ -363,14 +363,7 @@ class Trainer:
         numbers of batches. One more small all_reduce for each. Call `step` with what comes, None
         too.
         """
-        source = iter(batches)
-        done = object()
-        while True:
-            batch = next(source, done)
-            more = np.array([batch is not done], np.uint8)
-            if not self.comm.all_reduce(more, "max")[0]:
-                return
-            yield None if batch is done else batch
+        return joined(self.comm, batches)
 
     @property
     def global_batch(self) -> str:
@@ -455,13 +448,19 @@ class Trainer:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the optimizer's state arrays."""
-        return self._optimizers[0].slots
+        """Names of the optimizer's state arrays, of any group."""
+        return tuple(dict.fromkeys(slot for own in self._optimizers for slot in own.kept))
 
     @property
     def torch_stepper(self) -> Any:
         """Steps with an optimizer of torch, which keeps its state itself; None with our own."""
         return self._stepper if self._torch is not None else None
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Updates in which parameters had a gradient on no rank and were left alone, by name."""
+        missed: dict[str, int] = self._stepper.missed
+        return missed
 
     @property
     def first_replica(self) -> bool:
@@ -507,8 +506,7 @@ class Trainer:
                 arrays[name] = self.comm.broadcast(arrays[name])
 
     def _build(self, values: Mapping[str, Any] | None) -> None:
-        slots = self._optimizers[0].slots
-        self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, slots)
+        self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, self.slots)
         for shard in self.store.shards:
             if self.sharding < 2:
                 shard.grad = shard.bucket.buffer[shard.low : shard.high]
@@ -590,8 +588,3 @@ class Trainer:
             f"step {self.steps + 1}: gradients are not finite: {words}; nothing was written",
             rank=self.comm.rank,
         )
-
-
-def number(loss: Any) -> float:
-    """A loss that a model returned: a number, or an array of one on the host or a GPU."""
-    return float(loss.item() if hasattr(loss, "item") else loss)

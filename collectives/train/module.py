@@ -22,6 +22,7 @@ from ..array.dtypes import torch_dtype
 from ..errors import CollectiveError
 from ..gradients import listed
 from ..torch_gradients import cupy_follows
+from .batches import each_array
 from .holding import check_free, hold, let_go, used_while_empty
 from .model import Model, Ready
 from .sharding import Shard
@@ -280,13 +281,11 @@ def _copy(x: torch.Tensor) -> Any:
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating-point tensors in `dtype`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: _cast(part, dtype) for key, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_cast(part, dtype) for part in batch)
-    return batch
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return each_array(batch, cast)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

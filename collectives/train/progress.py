@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..agreement import exchange
 
@@ -117,3 +117,8 @@ class Bar:
         if self._shown and self._done:
             self._stream.write("\n")
             self._stream.flush()
+
+
+def number(loss: Any) -> float:
+    """A loss that a model returned: a number, or an array of one on the host or a GPU."""
+    return float(loss.item() if hasattr(loss, "item") else loss)

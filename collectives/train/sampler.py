@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..agreement import agree
 from ..errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Sampler:
     A step takes the next micro·accumulate·ranks samples of the epoch's order, and every rank the
     part that numpy.array_split gives it. So steps hold the same samples for any number of ranks,
     if the global batch is the same.
+
+    Making one is collective; raises MismatchError if the ranks differ.
     """
 
     def __init__(
@@ -60,6 +63,17 @@ class Sampler:
                 f"{samples} samples make no batch of {self.batch} (micro x accumulate x ranks), "
                 "and last='drop' leaves all of them out"
             )
+        agree(
+            comm,
+            "sampler's",
+            {
+                "samples": samples,
+                "global batch": self.batch,
+                "seed": seed,
+                "shuffle": shuffle,
+                "last": last,
+            },
+        )
         self.epoch = 0
         self.position = 0  # steps of this epoch that are done
 
