@@ -182,3 +182,50 @@ def test_batch_normalisation_keeps_its_dtype(precision, stage):
     found = cc.run_threads(2, body, timeout=20)
     assert found[0] == found[1]
     assert found[0][0][-1] < found[0][0][0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+def test_a_module_that_raises_leaves_nothing_for_the_next_step(stage, where):
+    """In the first of two micro-batches, on all ranks, before and after the first step."""
+
+    class Fault(Exception):
+        pass
+
+    state = net_of().state_dict()  # made here: ranks that are threads share torch's generator
+
+    def body(comm, faults):
+        net = net_of()
+        net.load_state_dict(state)
+        fails = [False]
+
+        def fault(*_):
+            if fails[0]:
+                raise Fault
+
+        def loss(net, batch):
+            value = square(net, batch)
+            if where == "loss":
+                fault()
+            return value
+
+        if where == "forward":
+            net[1].register_forward_pre_hook(fault)
+        if where == "backward":
+            net[1].register_full_backward_hook(fault)
+        trainer = Trainer(
+            net, AdamW(lr=0.1), comm, loss=loss, sharding=stage, accumulate=2,
+            bucket_bytes=1, first_bucket_bytes=1,
+        )  # fmt: skip
+        done = []
+        for step in range(3):
+            if step in faults:
+                fails[0] = True
+                with pytest.raises(Fault):
+                    trainer.step(BATCH)
+                fails[0] = False
+            done.append(trainer.step(BATCH * (comm.rank + 1)))
+        return [(m.loss, m.grad_norm) for m in done], models.bits(trainer.parameters())
+
+    wanted = cc.run_threads(2, body, (), timeout=20)
+    assert cc.run_threads(2, body, (0, 2), timeout=20) == wanted
