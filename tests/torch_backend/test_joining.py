@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,35 +14,42 @@ dist = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.torch
 
 
-def test_a_monitored_barrier_waits_in_a_store_that_served_a_group_before() -> None:
-    """Keys of the first group's barrier are still there."""
-    from collectives.torch.joining import Meeting
-    from collectives.torch.monitoring import monitored_barrier
-
-    store = dist.HashStore()
-    meetings = [Meeting(store, rank, 2, 5.0, []) for rank in range(2)]
-
-    def barrier(rank: int, timeout: float) -> None:
-        attempt = meetings[rank].attempt("group")
-        monitored_barrier(meetings[rank], f"{attempt}/0", timeout)
-
-    peer = threading.Thread(target=barrier, args=(1, 5.0))
-    peer.start()
-    barrier(0, 5.0)
-    peer.join()
-    with pytest.raises(cc.DeadlineError, match="rank 1 did not come"):
-        barrier(0, 0.05)
-
-
-def test_a_group_takes_keys_of_its_own_for_barriers() -> None:
-    """Two groups of one rank, one after the other in one store."""
+def on_two_ranks(store: Any, body: Callable[[Any], object]) -> list[object]:
+    """What body(group) returns on two ranks, threads whose group meets in `store`; or raises."""
     from collectives.torch.base import BaseGroup
     from collectives.torch.joining import Meeting
 
+    found: list[object] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            group = BaseGroup(Meeting(store, rank, 2, 20.0, []), "group")
+            found[rank] = body(group)
+            group.shutdown()
+        except Exception as error:
+            found[rank] = error
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    return found
+
+
+def test_a_monitored_barrier_waits_in_a_store_that_served_a_group_before() -> None:
+    """Keys of the first group's barriers are still there."""
     store = dist.HashStore()
-    attempts = []
-    for _ in range(2):
-        group = BaseGroup(Meeting(store, 0, 1, 5.0, []), "group")
-        attempts.append(group._attempt)
-        group.shutdown()
-    assert attempts == [1, 2]
+
+    def both(group: Any) -> None:
+        group.monitored_barrier(5.0)
+        group.monitored_barrier(5.0)
+
+    def rank_0_alone(group: Any) -> None:
+        group.monitored_barrier(5.0)
+        if group.rank() == 0:
+            with pytest.raises(cc.DeadlineError, match="rank 1 did not come"):
+                group.monitored_barrier(0.05)
+
+    assert on_two_ranks(store, both) == [None, None]
+    assert on_two_ranks(store, rank_0_alone) == [None, None]
