@@ -253,7 +253,8 @@ class Trainer:
         known.
 
         What the model raises passes through, with no gradient kept. If it raises on all ranks they
-        may go on. If it does on some alone, or after reductions have begun, the others hear why.
+        may go on. If it does on some alone, or after reductions have begun, calls of the others
+        raise too, at the latest when this rank steps again.
         """
         with self._model.stream():
             return self._step(batch)

@@ -60,9 +60,7 @@ def check_free(module: torch.nn.Module) -> None:
             )
 
 
-def used_while_empty(
-    trace: TracebackType | None, module: torch.nn.Module, empty: Mapping[int, str]
-) -> list[str]:
+def used_while_empty(trace: TracebackType | None, empty: Mapping[int, str]) -> list[str]:
     """The names of the empty parameters that were used where an exception was raised, as far as the
     code there shows it: a variable, or an attribute of a variable that is a module.
 

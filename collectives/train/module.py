@@ -176,7 +176,7 @@ class ModuleModel(Model):
         if self._gatherer is None or isinstance(error, CollectiveError):
             return
         empty = {id(p): n for n, p in self._tensors.items() if self._is_empty(n)}
-        names = used_while_empty(error.__traceback__, self._module, empty)
+        names = used_while_empty(error.__traceback__, empty)
         if names:
             raise CollectiveError(
                 f"sharding=3: {listed(names)} was used outside of the forward of a module that has "
