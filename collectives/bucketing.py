@@ -52,6 +52,7 @@ from .bucket_pool import BucketPool, memory
 from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range, write_events
 from .bucket_usage import Usage
 from .errors import (
+    ENDINGS,
     ArrayError,
     CollectiveError,
     MismatchError,
@@ -246,13 +247,14 @@ class Bucketer:
         next pass begins anew; every rank has to.
 
         Returns True where that cannot be: buckets of this pass are launched already, and other
-        ranks wait for the rest. Then the communicator is aborted, in words that give the `cause`.
-        (Not for a MismatchError on the host: that was raised on all ranks, and ended their calls.)
+        ranks wait for the rest; or the `cause` has ended a communicator. Then all are aborted, in
+        words that give it. (A MismatchError was raised on all ranks, and on the host has ended
+        their calls.)
         """
-        launched = self._running and self._next > 0
+        hopeless = (self._running and self._next > 0) or isinstance(cause, ENDINGS)
         if isinstance(cause, MismatchError) and all(b.device == "cpu" for b in self.buckets):
-            launched = False
-        if launched:
+            hopeless = False
+        if hopeless:
             self._abort(f"rank {self.comm.rank} gave up a pass: {described(cause)}")
         self._running = False
         self._seen = {}
@@ -260,7 +262,7 @@ class Bucketer:
         self._held.clear()
         if self._torch is not None:
             self._torch.discard(self.buckets)
-        return launched
+        return hopeless
 
     def finish(self, timeout: float | None = None, *, absent: bool = False) -> frozenset[str]:
         """Ends the pass: waits until all buckets are reduced. Returns the names of the parameters

@@ -74,6 +74,27 @@ def test_the_next_step_is_as_if_it_had_never_been(n, mode, call, where):
 
 
 @pytest.mark.parametrize("mode", STAGES)
+def test_parameters_can_be_asked_for_after_a_step_that_raised(mode):
+    """Also by a rank that raised alone: it is told that the others wait in the step."""
+
+    def body(comm, alone):
+        function = faulty(lambda call, rank, name: call == 1 and rank >= alone and name is None)
+        trainer = make(comm, mode, function=function, accumulate=2)
+        before = models.bits(trainer.parameters())
+        with pytest.raises((Fault, cc.CollectiveError)):
+            trainer.step(batch_of(comm))
+        try:
+            with trainer.gathered() as whole:
+                assert models.bits(whole) == before
+            return models.bits(trainer.parameters()) == before
+        except cc.CollectiveError as error:
+            return str(error)
+
+    assert cc.run_threads(3, body, 0, nodes=NODES[3], timeout=20) == [True] * 3
+    assert "Fault: of the model" in cc.run_threads(3, body, 2, nodes=NODES[3], timeout=100)[2]
+
+
+@pytest.mark.parametrize("mode", STAGES)
 @pytest.mark.parametrize("where", [None, "b1", "w1"])
 @pytest.mark.parametrize("call", [0, 1, 5])
 def test_where_one_rank_alone_raises_all_hear_of_it(mode, where, call):

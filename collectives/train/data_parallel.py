@@ -344,7 +344,8 @@ class Trainer:
             meet([self.comm, *self.bucketer.siblings], self._cause, self.steps + 1)
             self._cause = None
             if self._gatherer is not None:
-                self._gatherer.discard()
+                with self._model.stream():
+                    self._gatherer.discard()
 
     def progress(self, batches: Iterable[Any], total: int | None = None) -> Iterator[Any]:
         """Yields `batches` as `join` does, with a line about the steps on rank 0's terminal."""
@@ -385,6 +386,7 @@ class Trainer:
     def whole(self, key: str) -> dict[str, Any]:
         """Copies of "master" or of an optimizer's state array, whole, by parameter. Collective."""
         with self._model.stream():
+            self._settle()
             found = self.store.whole(key)
         return {name: found[name] for name in self.names}
 
@@ -437,12 +439,14 @@ class Trainer:
         """See `checkpoint.save`."""
         from .checkpoint import save
 
+        self._settle()
         save(self, path, sampler)
 
     def load(self, path: str | Path, *, sampler: Any = None) -> None:
         """See `checkpoint.load`."""
         from .checkpoint import load
 
+        self._settle()
         load(self, path, sampler)
 
     # ---- for checkpoints -----------------------------------------------------------------------
@@ -485,7 +489,6 @@ class Trainer:
     ) -> None:
         """Takes over the master weights and state of all shards. Collective."""
         with self._model.stream():
-            self._settle()
             self._restore(layout, shards, buffers)
 
     def _restore(

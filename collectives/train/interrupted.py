@@ -46,8 +46,10 @@ def meet(comms: Sequence[Communicator], cause: Cause, step: int) -> None:
             if not ended:
                 time.sleep(pause)
                 pause = min(1e-3, 2 * pause)
-    except AbortedError:
-        raise  # it says why
+    except AbortedError as error:  # it says why
+        for comm in comms:  # some may be of other ranks than the one that was aborted
+            comm.abort(str(error))
+        raise
     except CollectiveError as error:
         rank = comms[0].rank
         words = (
