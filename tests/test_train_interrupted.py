@@ -67,7 +67,8 @@ def test_the_next_step_is_as_if_it_had_never_been(n, mode, call, where):
                 done.append(trainer.step(batch_of(comm, len(done))))
             except Fault:
                 fails = False
-        return [(m.loss, m.grad_norm) for m in done], models.bits(trainer.parameters())
+        gathers = trainer._gatherer and trainer._gatherer._record
+        return [(m.loss, m.grad_norm) for m in done], gathers, models.bits(trainer.parameters())
 
     wanted = cc.run_threads(n, body, False, nodes=NODES[n], timeout=20)
     assert cc.run_threads(n, body, True, nodes=NODES[n], timeout=20) == wanted
@@ -119,17 +120,26 @@ def test_where_one_rank_alone_raises_all_hear_of_it(mode, where, call):
         assert "Fault: of the model" in str(raised[-1]), raised
 
 
-def test_buckets_forget_what_a_pass_that_raises_has_left():
+@pytest.mark.parametrize("transient", [False, True])
+def test_buckets_forget_what_a_pass_that_raises_has_left(transient):
     def body(comm):
+        sums = {}
+
+        def reduce(bucket):
+            out = sums[bucket.slots[0].name] = np.empty(bucket.count)
+            return comm.all_reduce(bucket.buffer, out=out, async_op=True)
+
         given = {name: np.zeros(3) for name in "ab"}
-        bucketer = Bucketer(comm, given)
+        bucketer = Bucketer(
+            comm, given, bucket_bytes=1, first_bucket_bytes=1, transient=transient, reduce=reduce
+        )
         with pytest.raises(Fault), bucketer.no_sync():
             bucketer.ready("a", np.full(3, 50.0))
             raise Fault
-        for name in "ab":
+        for name in "ba":
             bucketer.ready(name, np.ones(3))
         bucketer.finish()
-        return [float(bucketer.view(name)[0]) for name in "ab"]
+        return [float(sums[name][0]) for name in "ab"]
 
     assert cc.run_threads(2, body, timeout=20) == [[2.0, 2.0]] * 2
 
