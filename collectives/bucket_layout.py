@@ -30,6 +30,7 @@ class Spec(NamedTuple):
     dtype: str  # of its gradient
     device: str
     carried: str  # dtype in the bucket, in which gradients are added and reduced
+    kind: str = ""  # parameters of one bucket are of one kind
 
 
 class Slot(NamedTuple):
@@ -61,15 +62,15 @@ class Bucket:
 def make_buckets(
     specs: Mapping[str, Spec], order: Sequence[str], first_bytes: int, bucket_bytes: int
 ) -> list[Bucket]:
-    """Fills buckets in `order`: one stream of them for each dtype and device, numbered by the
-    place of their last parameter. A parameter that is larger than a bucket has one of its own.
+    """Fills buckets in `order`: one stream of them for each dtype, device and kind, numbered by
+    the place of their last parameter. A parameter that is larger than a bucket has one of its own.
     """
-    filling: dict[tuple[str, str], list[str]] = {}
-    closed: list[tuple[int, tuple[str, str], list[str]]] = []
-    started: set[tuple[str, str]] = set()
+    filling: dict[tuple[str, str, str], list[str]] = {}
+    closed: list[tuple[int, tuple[str, str, str], list[str]]] = []
+    started: set[tuple[str, str, str]] = set()
     for place, name in enumerate(order):
         spec = specs[name]
-        key = (spec.carried, spec.device)
+        key = (spec.carried, spec.device, spec.kind)
         names = filling.setdefault(key, [])
         size = ITEM_SIZES[spec.carried]
         held = sum(math.prod(specs[n].shape) for n in names) * size
@@ -82,7 +83,7 @@ def make_buckets(
     places = {name: place for place, name in enumerate(order)}
     closed += [(places[names[-1]], key, names) for key, names in filling.items()]
     buckets = []
-    for index, (_, (dtype, device), names) in enumerate(sorted(closed, key=lambda c: c[0])):
+    for index, (_, (dtype, device, _), names) in enumerate(sorted(closed, key=lambda c: c[0])):
         slots, at = [], 0
         for name in names:
             count = math.prod(specs[name].shape)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .array import empty
+from .array import empty, release
 from .bucket_layout import Bucket
 
 if TYPE_CHECKING:
@@ -20,6 +20,17 @@ def memory(comm: Communicator, count: int, dtype: str, device: str) -> Any:
     if device == "cpu":
         return comm.empty((count,), dtype)
     return empty((count,), dtype, device)
+
+
+def trim(comm: Communicator, buckets: Sequence[Bucket]) -> None:
+    """Gives memory that is not used back to GPUs, since pieces have other sizes from now on, for
+    which cupy would not use what it keeps. Freeing waits for the GPU, so nobody may have put on it
+    what waits for another rank: collective.
+    """
+    comm.barrier()
+    for place in {bucket.device for bucket in buckets}:
+        release(place)
+    comm.barrier()
 
 
 class BucketPool:

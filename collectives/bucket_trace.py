@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .agreement import exchange
 from .side_stream import SideWork
 from .work import ThenWork, Work
 
 if TYPE_CHECKING:
     from .bucket_layout import Bucket, Slot
+    from .communicator import Communicator
 
 
 @dataclasses.dataclass
@@ -195,6 +200,23 @@ _TIDS = {"gradients": 0, "queue": 1, "wire": 2, "exposed": 3}
 def inner(work: Work | None) -> Work | None:
     """The collective of a work that does something once that is over."""
     return inner(work.first) if isinstance(work, ThenWork) else work
+
+
+def write_events(comm: Communicator, events: list[dict[str, Any]], path: str | Path) -> None:
+    """Writes the events of all ranks to one JSON file, by rank 0. Collective. Raises OSError on all
+    ranks if rank 0 cannot.
+    """
+    parts = exchange(comm, events)
+    error = ""
+    if comm.rank == 0:
+        text = json.dumps({"traceEvents": [*chain(*parts)], "displayTimeUnit": "ms"})
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as problem:
+            error = f"rank 0 cannot write the trace: {problem}"
+    told = exchange(comm, error)[0]
+    if told:
+        raise OSError(told)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ To join many small arrays without a model, use `comm.group()`.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,9 +49,18 @@ from .bucket_layout import (
     spec_of,
 )
 from .bucket_pool import BucketPool, memory
-from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range
-from .errors import ArrayError, CollectiveError, UnsupportedError, did_you_mean
-from .gradients import address, misfit, put
+from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range, write_events
+from .bucket_usage import Usage
+from .errors import (
+    ENDINGS,
+    ArrayError,
+    CollectiveError,
+    MismatchError,
+    UnsupportedError,
+    described,
+    did_you_mean,
+)
+from .gradients import address, listed, misfit, put
 from .side_stream import SideStreams
 from .work import Work
 
@@ -115,8 +123,7 @@ class Bucketer:
         if sorted(self.layout) != sorted(names):
             raise ValueError("layout must name every parameter once")
         self._op, self._order = op, order
-        self._find_unused = find_unused or static_graph
-        self._static_graph = static_graph
+        self._usage = Usage(comm, names, find_unused or static_graph, static_graph)
         self._transient = transient
         self._rebuild = rebuild and not transient
         self._reduce = reduce or self._all_reduce
@@ -130,7 +137,7 @@ class Bucketer:
                 "dtype": sorted({s.carried for s in self.specs.values()}),
                 "op": op,
                 "order": order,
-                "find_unused": self._find_unused,
+                "find_unused": self._usage.find_unused,
                 "static_graph": static_graph,
                 "rebuild": self._rebuild,
                 "transient": transient,
@@ -149,8 +156,6 @@ class Bucketer:
         self._held: dict[str, Any] = {}  # gradients that wait for memory of a transient bucket
         self.peak = 0  # most bytes of gradients that waited so
         self._touched: set[str] = set()  # have a gradient since the last reduction
-        self._usual: frozenset[str] | None = None  # static_graph: what becomes ready here
-        self._nowhere: frozenset[str] = frozenset()
         self._next = 0  # the bucket to be launched next
         self._trace = Trace(comm.rank, keep=trace)
         self._make(self.layout)
@@ -187,7 +192,7 @@ class Bucketer:
             and self._running
             and name not in self._seen
             and name not in self._held
-            and (self._usual is None or name in self._usual)
+            and (self._usage.usual is None or name in self._usage.usual)
         ):
             known = tensors.like_before(name, grad)
             if known is not None:
@@ -201,7 +206,7 @@ class Bucketer:
                 f"the gradient of {name!r} became ready twice in one pass on rank "
                 f"{self.comm.rank}; end a pass with finish(), or leave no_sync()"
             )
-        if self._usual is not None and name not in self._usual and self._sync:
+        if self._usage.usual is not None and name not in self._usage.usual and self._sync:
             self._fail(
                 f"static_graph: {name!r} has a gradient on rank {self.comm.rank}, and had none in "
                 "the first step"
@@ -222,7 +227,7 @@ class Bucketer:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of the pass in this block are added up locally and reduced with those of the
-        next pass outside of it.
+        next pass outside of it. If the block raises, they are discarded.
         """
         if self._running:
             raise CollectiveError("no_sync() must begin before the first ready() of a pass")
@@ -230,9 +235,34 @@ class Bucketer:
         try:
             yield
             self._flush()
+        except BaseException as error:
+            self.discard(error)
+            raise
         finally:
             self._sync = True
             self._running = False
+
+    def discard(self, cause: BaseException) -> bool:
+        """Forgets all gradients since the last reduction, as after a pass that raised, so that the
+        next pass begins anew; every rank has to.
+
+        Returns True where that cannot be: buckets of this pass are launched already, and other
+        ranks wait for the rest; or the `cause` has ended a communicator. Then all are aborted, in
+        words that give it. (A MismatchError was raised on all ranks, and on the host has ended
+        their calls.)
+        """
+        hopeless = (self._running and self._next > 0) or isinstance(cause, ENDINGS)
+        if isinstance(cause, MismatchError) and all(b.device == "cpu" for b in self.buckets):
+            hopeless = False
+        if hopeless:
+            self._abort(f"rank {self.comm.rank} gave up a pass: {described(cause)}")
+        self._running = False
+        self._seen = {}
+        self._touched.clear()
+        self._held.clear()
+        if self._torch is not None:
+            self._torch.discard(self.buckets)
+        return hopeless
 
     def finish(self, timeout: float | None = None, *, absent: bool = False) -> frozenset[str]:
         """Ends the pass: waits until all buckets are reduced. Returns the names of the parameters
@@ -258,7 +288,7 @@ class Bucketer:
         if self._next < len(self.buckets):
             waiting = [b.index for b in self.buckets if b.missing]
             raise AssertionError(f"buckets {waiting} are not full")  # _fill_missing sees to it
-        nowhere = self._find_nowhere()
+        nowhere = self._usage.nowhere(self._touched, self._seen, absent)
         device = next((b.device for b in self.buckets if b.device != "cpu"), None)
         mark = None if device is None else self.side.of(device).mark()
         for bucket in self.buckets:
@@ -270,8 +300,6 @@ class Bucketer:
             self._part(bucket, slot)[...] = kept[name]
         self._running = False
         self._touched.clear()
-        if self._static_graph and self._usual is None and not absent:
-            self._usual = frozenset(self._seen)
         if self._rebuild:
             self._rebuild = False
             self._fill_anew()
@@ -309,13 +337,10 @@ class Bucketer:
         return self._trace.events()
 
     def write_trace(self, path: str | Path) -> None:
-        """Writes `trace()` of all ranks to one JSON file, by rank 0. Collective."""
-        from .agreement import exchange
-
-        events = [event for part in exchange(self.comm, self.trace()) for event in part]
-        if self.comm.rank == 0:
-            text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-            Path(path).write_text(text, encoding="utf-8")
+        """Writes `trace()` of all ranks to one JSON file, by rank 0. Collective. Raises OSError on
+        all ranks if rank 0 cannot write it.
+        """
+        write_events(self.comm, self.trace(), path)
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -377,10 +402,10 @@ class Bucketer:
             bucket.times = BucketTimes()
             if self._transient:
                 bucket.buffer = None
-        if self._sync and self._usual is not None:
+        if self._sync and self._usage.usual is not None:
             now = time.monotonic()
             for bucket, slot in list(self._slots.values()):
-                if slot.name not in self._usual:
+                if slot.name not in self._usage.usual:
                     if slot.name not in self._touched:
                         self._zero(bucket, slot)
                     self._arrived(bucket, now)
@@ -525,22 +550,22 @@ class Bucketer:
 
     def _fill_missing(self, absent: bool) -> dict[str, Any]:
         """Makes the gradients that are missing zero; returns what was in their place."""
-        usual = self._usual
+        usual = self._usage.usual
         missing = [n for n in self._slots if n not in self._seen]
         if usual is not None and not absent:
             lost = sorted(usual - self._seen.keys())
             if lost:
                 self._fail(
-                    f"static_graph: rank {self.comm.rank} has no gradient of {_listed(lost)}, and "
+                    f"static_graph: rank {self.comm.rank} has no gradient of {listed(lost)}, and "
                     "had one in the first step"
                 )
             return {}
         if usual is not None:
             missing = [n for n in missing if n in usual]
         lost = [n for n in missing if n not in self._touched]
-        if lost and not (self._find_unused or absent):
+        if lost and not (self._usage.find_unused or absent):
             self._fail(
-                f"rank {self.comm.rank} has no gradient of {_listed(lost)}: not ready at the end "
+                f"rank {self.comm.rank} has no gradient of {listed(lost)}: not ready at the end "
                 "of the pass; pass find_unused=True if parameters may go unused"
             )
         kept = {}
@@ -553,17 +578,6 @@ class Bucketer:
                 self._zero(bucket, slot)
             self._arrived(bucket, now)
         return kept
-
-    def _find_nowhere(self) -> frozenset[str]:
-        """The names that have a gradient on no rank: one reduction of a bitmap."""
-        if not self._find_unused:
-            return frozenset()
-        if self._usual is None:
-            names = list(self.specs)
-            used = np.array([name in self._touched for name in names], np.uint8)
-            self.comm.all_reduce(used, "max")
-            self._nowhere = frozenset(n for n, u in zip(names, used, strict=True) if not u)
-        return self._nowhere
 
     def _fill_anew(self) -> None:
         """Buckets in the order in which gradients became ready on rank 0; results are kept."""
@@ -580,8 +594,3 @@ class Bucketer:
         for name, (bucket, slot) in self._slots.items():
             self._part(bucket, slot)[...] = self._part(*old[name])
         self.rebuilt = True
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(n) for n in names[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

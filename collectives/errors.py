@@ -102,6 +102,15 @@ class ArrayTypeError(ArrayError, TypeError):
     """An array's dtype, or the kind of the object, is none that a collective can work on."""
 
 
+# After these a communicator cannot be used any more.
+ENDINGS = (AbortedError, ClosedError, DeadlineError, PeerDiedError)
+
+
+def described(error: BaseException) -> str:
+    """An exception in words, for ranks that did not raise it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The member of `known` that is most like `name`, None where none is near."""
     import difflib  # here: only messages need it

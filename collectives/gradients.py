@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,12 @@ def misfit(
             f"{here} its memory on {device}, the parameter on {spec.device}", rank=rank
         )
     return None
+
+
+def listed(names: Sequence[str]) -> str:
+    """At most eight names, in words."""
+    shown = ", ".join(repr(n) for n in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @np.errstate(over="ignore", invalid="ignore")  # float16 overflows: the caller looks at the result

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .array.dtypes import TORCH_DTYPES
+from .array.dtypes import TORCH_DTYPES, torch_dtype
 from .array.torch_streams import current_stream
 
 if TYPE_CHECKING:
@@ -55,18 +55,28 @@ class Known:
 
 
 class Waiting:
-    """The gradients of one bucket that wait. It keeps the tensors: nobody else may write them."""
+    """The gradients of one bucket that wait. It keeps the tensors: nobody else may write them.
 
-    def __init__(self) -> None:
+    dtype  of the bucket, in which gradients of one name are added up
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = torch_dtype(torch, dtype)
         self._grads: dict[str, torch.Tensor] = {}
         self._added: set[str] = set()  # those that are added to what the bucket holds
         self._views: tuple[int, dict[str, torch.Tensor]] = (0, {})  # of the bucket at an address
         self.nbytes = 0
 
     def put(self, name: str, grad: torch.Tensor, *, add: bool) -> None:
-        """Takes a gradient; one more of the same name is added to the first."""
+        """Takes a gradient; one more of the same name is added to the first, as `gradients.put`
+        adds them.
+        """
         held = self._grads.get(name)
         if held is not None:
+            if held.dtype is not self._dtype:
+                self.nbytes -= held.nbytes
+                held = self._grads[name] = held.to(self._dtype)
+                self.nbytes += held.nbytes
             held.add_(grad)
             return
         self._grads[name] = grad
@@ -87,6 +97,10 @@ class Waiting:
         ):
             if names:
                 do([views[n] for n in names], [self._grads[n] for n in names])
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets all that wait."""
         self._grads.clear()
         self._added.clear()
         self.nbytes = 0
@@ -123,7 +137,7 @@ class TorchGradients:
     def admit(self, bucket: Bucket, slot: Slot, grad: torch.Tensor) -> Known:
         """Notes that the gradient was found right."""
         if bucket.waiting is None:
-            bucket.waiting = Waiting()
+            bucket.waiting = Waiting(bucket.dtype)
         place = 0
         if self._lasting:
             place = bucket.buffer.data.ptr + slot.start * bucket.buffer.itemsize
@@ -146,6 +160,13 @@ class TorchGradients:
             if not self._lasting:
                 self.nbytes -= bucket.waiting.nbytes
             bucket.waiting.flush(bucket)
+
+    def discard(self, buckets: Sequence[Bucket]) -> None:
+        """Forgets all gradients that wait for these buckets."""
+        for bucket in buckets:
+            if bucket.waiting is not None:
+                bucket.waiting.discard()
+        self.nbytes = 0
 
     def forget(self) -> None:
         """The buckets are others now."""

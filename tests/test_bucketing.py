@@ -270,6 +270,24 @@ def test_a_static_graph_is_looked_at_once():
     assert all(e is None or isinstance(e, cc.CollectiveError) for e in ended), ended
 
 
+def test_a_static_graph_is_fixed_in_the_first_step_in_which_all_have_data():
+    """A rank without data would take it that nothing is ever used there, or go on alone."""
+
+    def body(comm):
+        bucketer = Bucketer(comm, parameters(), static_graph=True)
+        used = [n for n in reversed(SHAPES) if n != "e"]
+        for step in range(5):
+            if step == 0 and comm.rank == 1:
+                assert bucketer.finish(absent=True) == {"e"}
+            else:
+                assert run_pass(bucketer, comm.rank, step, used) == {"e"}
+            ranks = [0] if step == 0 else range(2)
+            wanted = total("b", 2, step, ranks=ranks)
+            assert np.array_equal(bucketer.view("b"), wanted), step
+
+    cc.run_threads(2, body, timeout=20)
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -453,3 +471,30 @@ def test_buckets_on_gpus_are_ranges_of_nvtx(monkeypatch):
     with pytest.raises(KeyError), nvtx_range("cuda:0", "bucket 1"):
         raise KeyError
     assert told == ["bucket 1", "pop"]
+
+
+@pytest.mark.torch
+def test_gradients_of_torch_that_wait_are_added_up_in_the_dtype_of_the_bucket():
+    """As on the host: 1 + 2**-9 is none of bfloat16."""
+    torch = pytest.importorskip("torch")
+    from collectives.torch_gradients import Waiting
+
+    parts = [torch.full((3,), x, dtype=torch.bfloat16) for x in (1.0, 2.0**-9)]
+    for dtype, wanted in (("float32", 1 + 2.0**-9), ("bfloat16", 1.0)):
+        waiting = Waiting(dtype)
+        for part in parts:
+            waiting.put("w", part.clone(), add=False)
+        assert waiting._grads["w"].tolist() == [wanted] * 3
+        assert waiting.nbytes == waiting._grads["w"].nbytes
+        waiting.discard()
+        assert not waiting._grads and not waiting.nbytes
+
+
+def test_a_trace_that_cannot_be_written_raises_on_all_ranks(tmp_path):
+    def body(comm):
+        bucketer = Bucketer(comm, parameters())
+        run_pass(bucketer, comm.rank)
+        bucketer.write_trace(tmp_path / "missing" / "trace.json")
+
+    ended = outcomes(2, body)
+    assert all(isinstance(e, OSError) and "rank 0 cannot write" in str(e) for e in ended), ended

@@ -52,7 +52,10 @@ def test_hybrid_and_batch(capsys):
     arguments = "--params 1e9 --ranks 16 --node 4 --hybrid --micro 2 --accumulate 3 --tokens 10"
     text = told(capsys, *arguments.split())
     assert "global batch 96 samples = 2 (micro) x 16 (ranks) x 3 (accumulation), 960 tokens" in text
-    assert "ZeRO-3  16 P / 4 = 16/4 = 4 GB" in text
+    added = "2 P of it whole gradients while micro-batches are added up"
+    assert "ZeRO-1  4 P + 12 P / 4 = 4 + 12/4 = 7 GB\n" in text
+    assert f"ZeRO-2  4 P + 14 P / 4 = 4 + 14/4 = 7.5 GB, {added}" in text
+    assert f"ZeRO-3  2 P + 16 P / 4 = 2 + 16/4 = 6 GB, {added}" in text
     assert "6 x (4-1)/4 x 2 GB parameters" in text
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
+import zlib
 from pathlib import Path
 
 import models
@@ -187,10 +186,17 @@ def written(tmp_path_factory):
     return path
 
 
-def edit_index(path, change):
-    index = json.loads((path / "checkpoint.json").read_text())
-    change(index)
-    (path / "checkpoint.json").write_text(json.dumps(index))
+def edit_index(path, change, *, seal=True):
+    """Changes checkpoint.json, with a checksum that is right for it or the old one."""
+    whole = json.loads((path / "checkpoint.json").read_text())
+    change(whole["content"])
+    if seal:
+        whole["crc32"] = zlib.crc32(json.dumps(whole["content"]).encode())
+    (path / "checkpoint.json").write_text(json.dumps(whole))
+
+
+def old_format(path):
+    (path / "checkpoint.json").write_text(json.dumps({"format": 2, "generation": "generation-1-0"}))
 
 
 def shard_file(path, rank=1):
@@ -227,7 +233,19 @@ DAMAGE = {
     "file gone": (lambda p: shard_file(p, 0).unlink(), r"which holds '\w+/\w+@\d+', is missing"),
     "no index": (lambda p: (p / "checkpoint.json").unlink(), "holds no checkpoint"),
     "index cut": (lambda p: cut_short(p / "checkpoint.json"), "is cut short or damaged"),
-    "format": (lambda p: edit_index(p, lambda i: i.update(format=99)), "has format 99"),
+    "format": (old_format, "has format 2, known is 3: another version of this package wrote it"),
+    "index changed": (
+        lambda p: edit_index(p, lambda i: i.update(updates=7), seal=False),
+        r"checkpoint\.json is damaged: another checksum",
+    ),
+    "index without": (
+        lambda p: edit_index(p, lambda i: i.pop("settings")),
+        r"checkpoint\.json is not as this version writes it: KeyError: 'settings'",
+    ),
+    "index of another kind": (
+        lambda p: edit_index(p, lambda i: i.update(entries=3)),
+        r"checkpoint\.json is not as this version writes it: TypeError",
+    ),
     "lacks": (
         lambda p: edit_index(p, drop("second/w2")),
         "lacks second of parameter 'w2' from element 0",
@@ -310,64 +328,153 @@ def test_only_the_last_generation_stays(tmp_path):
 
 
 KILLED = """
-import sys
+import io, os, shutil, signal, sys
 import numpy as np
 import collectives as cc
-from collectives.train import SGD, Trainer
+from collectives.train import SGD, Trainer, checkpoint
 
 def function(params, batch, emit):
-    emit("w", -np.ones(100_000))
+    emit("w", -np.ones(1000))
     return 0.0
 
-comm = cc.init("solo")
-trainer = Trainer(function, SGD(lr=1.0), comm, params={"w": np.zeros(100_000)})
-while True:
-    trainer.step(np.zeros((1, 1)))
-    trainer.save(sys.argv[1])
-    print(trainer.updates, flush=True)
+def in_child(body):
+    child = os.fork()
+    if not child:
+        body()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+def save(path, steps, kill_before=None):
+    comm = cc.init("solo")
+    trainer = Trainer(function, SGD(lr=1.0), comm, params={"w": np.zeros(1000)})
+    for _ in range(steps):
+        trainer.step(np.zeros((1, 1)))
+    calls = 0
+    def count(frame, event, called):
+        nonlocal calls
+        if event == "c_call" and called.__name__ in (
+            "open", "write", "flush", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir"
+        ):
+            calls += 1
+            if calls == kill_before:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(count)
+    trainer.save(path)
+    sys.setprofile(None)
+
+def in_place(new, old):
+    with io.open(new, "rb") as file:
+        data = file.read()
+    with io.open(old, "wb") as file:
+        file.write(data)
+    os.unlink(new)
+
+def anew(new, old):
+    if os.path.exists(old):
+        os.unlink(old)
+    os.rename(new, old)
+
+root, how = sys.argv[1:]
+if how != "replace":
+    checkpoint.os.replace = {"in_place": in_place, "anew": anew}[how]
+os.mkdir(root)
+assert in_child(lambda: save(root + "/0", 1)) == 0
+kill, status = 0, signal.SIGKILL
+while status == signal.SIGKILL:
+    kill += 1
+    shutil.copytree(root + "/0", f"{root}/{kill}")
+    status = in_child(lambda: save(f"{root}/{kill}", 2, kill))
+assert status == 0
 """
 
 
-@pytest.mark.faults
-def test_a_kill_leaves_the_old_or_the_new(tmp_path):
-    """Killed at many instants while it writes all the time: what is there is whole, and the last
-    that was told of or the one after it.
+def updates_after_kills(root, how):
+    """What a checkpoint of one update, into which one of two is saved, holds after a kill before
+    each call that changes files; a string if it cannot be loaded.
     """
-    script = tmp_path / "script.py"
+    script = root.parent / "script.py"
     script.write_text(KILLED)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVES_")}
     environment["PYTHONPATH"] = str(Path(cc.__file__).resolve().parents[1])
-    for attempt in range(4):
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "run")],
-            stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        assert process.stdout is not None
-        for _ in range(3):
-            told = int(process.stdout.readline())
-        time.sleep(0.0007 * attempt)  # another instant each time; any will do
-        process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate()
-        told = max([told, *map(int, rest.split())])
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # it forks
+    subprocess.run([sys.executable, str(script), str(root), how], env=environment, check=True)
 
-        def body(comm):
+    def body(comm):
+        found = []
+        for path in sorted(root.iterdir(), key=lambda p: int(p.name)):
             trainer = Trainer(
-                lambda params, batch, emit: 0.0, SGD(lr=1.0), comm,
-                params={"w": np.zeros(100_000)},
-            )  # fmt: skip
-            trainer.load(tmp_path / "run")
+                lambda params, batch, emit: 0.0, SGD(lr=1.0), comm, params={"w": np.zeros(1000)}
+            )
+            try:
+                trainer.load(path)
+            except cc.CollectiveError as error:
+                found.append(str(error))
+                continue
             assert (trainer.parameters()["w"] == trainer.updates).all()
-            return trainer.updates
+            found.append(trainer.updates)
+            trainer.save(path)  # and what the kill left is cleared away
+            assert len(list(path.iterdir())) == 2
+        return found
 
-        assert cc.run_threads(1, body)[0] in (told, told + 1)
+    return cc.run_threads(1, body)[0]
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_a_kill_leaves_the_old_or_the_new(tmp_path):
+    """Before whatever call it comes: the old one until a rename, the new one from then on."""
+    found = updates_after_kills(tmp_path / "run", "replace")
+    assert len(found) > 12
+    assert set(found) == {1, 2}
+    assert found == sorted(found)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+@pytest.mark.parametrize("how", ["in_place", "anew"])
+def test_those_kills_would_find_another_way_of_writing(tmp_path, how):
+    found = updates_after_kills(tmp_path / "run", how)
+    assert any(isinstance(f, str) for f in found), found
+
+
+def test_a_sampler_that_does_not_fit_changes_nothing(tmp_path):
+    """One of other data, and one whose steps do not divide what was taken."""
+
+    def body(comm):
+        trainer = make(comm, function=models.loss_and_grads, accumulate=1)
+        batch = models.part_of((X, Y), comm.rank, comm.size)
+        sampler = Sampler(60, comm, micro=5, seed=1)
+        next(iter(sampler))
+        trainer.step(batch)
+        trainer.save(tmp_path / "run", sampler=sampler)
+        other = make(comm, function=models.loss_and_grads, accumulate=1)
+        for wrong in (
+            Sampler(61, comm, micro=5, seed=1),
+            Sampler(60, comm, micro=4, seed=1),
+        ):
+            before = wrong.state(), models.bits(other.parameters())
+            with pytest.raises(cc.CollectiveError, match="samples"):
+                other.load(tmp_path / "run", sampler=wrong)
+            assert (wrong.state(), models.bits(other.parameters())) == before
+            assert other.updates == 0
+
+    cc.run_threads(2, body, timeout=20)
 
 
 # ---- the sampler --------------------------------------------------------------------------------
 
 
 class Rank:
+    """A communicator whose other ranks agree."""
+
     def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._bootstrap = rank, size, self
+
+    def _check_open(self):
+        pass
+
+    def all_gather(self, mine):
+        return [mine] * self.size
 
 
 def samplers(samples, ranks, **more):
@@ -465,3 +572,13 @@ def test_the_schedule_sets_the_rate_of_each_step():
         return rates, trainer.parameters()["w"][0]
 
     assert cc.run_threads(2, body) == [([2, 1, 0.5], -3.5)] * 2
+
+
+@pytest.mark.parametrize("more", [{"seed": 2}, {"samples": 61}, {"micro": 4}, {"last": "pad"}])
+def test_samplers_that_differ_between_ranks(more):
+    def body(comm):
+        settings = {"samples": 60, "micro": 3} | (more if comm.rank else {})
+        Sampler(settings.pop("samples"), comm, **settings)
+
+    ended = outcomes(2, body)
+    assert all(isinstance(e, cc.MismatchError) and "sampler's" in str(e) for e in ended), ended

@@ -21,7 +21,7 @@ PURE = {"master_weights": False}
 def by_hand(optimizer, w, grads):
     """What all steps come to: everything in float32, and rounded once in each."""
     low = w.dtype
-    kept = {name: np.zeros_like(w) for name in optimizer.slots}
+    kept = {name: np.zeros_like(w) for name in optimizer.kept}
     for step, g in enumerate(grads, 1):
         x, wide = g.astype(np.float32), w.astype(np.float32)
         state = {name: s.astype(np.float32) for name, s in kept.items()}
@@ -37,7 +37,7 @@ def by_hand(optimizer, w, grads):
 
 
 def may_do_without(optimizer, dtype):
-    return dtype != "float16" or "second" not in optimizer.slots
+    return dtype != "float16" or "second" not in optimizer.kept
 
 
 CASES = [
@@ -70,7 +70,7 @@ def test_a_step_rounds_once(optimizer, dtype, reduced, stage):
         )  # fmt: skip
         for _ in grads:
             trainer.step(np.zeros((1, 1)))
-        return {key: trainer.whole(key)["w"] for key in ("master", *optimizer.slots)}
+        return {key: trainer.whole(key)["w"] for key in ("master", *optimizer.kept)}
 
     wanted = by_hand(optimizer, w, grads)
     for found in cc.run_threads(2, body, timeout=60):

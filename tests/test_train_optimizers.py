@@ -6,10 +6,10 @@ import models
 import numpy as np
 import pytest
 from optimizers import ELEMENTWISE
-from training import same_in_all_modes
+from training import MODES, NODES, batches, make, same_in_all_modes
 
 import collectives as cc
-from collectives.train import LAMB, LARS, Adam, AdamW, Trainer
+from collectives.train import LAMB, LARS, SGD, Adam, AdamW, Trainer
 
 # That need norms of whole parameters; LARS with a coefficient with which it learns in few steps.
 LAYERWISE = [LARS(lr=1.0, weight_decay=0.01, coefficient=0.02), LAMB(lr=0.02)]
@@ -110,3 +110,54 @@ def test_layer_norms_across_shard_boundaries(optimizer, stage):
     wanted = layerwise_by_the_paper(optimizer, w, grads)
     for got in cc.run_threads(3, body, timeout=20):
         assert np.allclose(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.01), LAMB(lr=0.01)], ids=str)
+def test_steps_are_counted_for_each_parameter(optimizer, tmp_path):
+    """One that is used from the 21st step on is stepped then as "early" was in the first: its bias
+    corrections begin there. The same in all stages, and after a checkpoint.
+    """
+    pytest.importorskip("safetensors")
+    begin = np.linspace(1, 2, 700)
+
+    def function(params, batch, emit):
+        for name in ("late", "early")[int(batch[0]) < 20 :]:
+            emit(name, np.cos(begin))
+        return 0.0
+
+    def body(comm, mode):
+        def fresh():
+            return Trainer(
+                function, optimizer, comm, params={"early": begin, "late": begin.copy()},
+                sharding=mode[0], shard_group=mode[1], find_unused=True,
+            )  # fmt: skip
+
+        trainer, moved = fresh(), []
+        for step in range(24):
+            if step == 22:
+                trainer.save(tmp_path / str(mode))
+                trainer = fresh()
+                trainer.load(tmp_path / str(mode))
+            trainer.step(np.full(2, step))
+            moved.append(trainer.parameters())
+        return moved
+
+    found = [cc.run_threads(3, body, m, nodes=NODES[3], timeout=20)[0] for m in MODES]
+    for moved in found:
+        for step in range(4):
+            assert np.array_equal(moved[20 + step]["late"], moved[step]["early"])
+        assert [models.bits(x) for x in moved] == [models.bits(x) for x in found[0]]
+
+
+def test_sgd_keeps_a_velocity_only_for_momentum():
+    """Of any group."""
+
+    def body(comm, **more):
+        trainer = make(comm, (1, None), optimizer=SGD(lr=0.1), **more)
+        trainer.step(models.part_of(next(batches(1)), comm.rank, comm.size))
+        return trainer.nbytes()["state"]
+
+    assert cc.run_threads(1, body, timeout=20) == [0]
+    groups = [{"params": ["w2"], "momentum": 0.9}]
+    whole = sum(x.nbytes for x in models.parameters().values())
+    assert cc.run_threads(1, lambda comm: body(comm, groups=groups), timeout=20) == [whole]

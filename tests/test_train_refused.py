@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import models
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from training import MODES, NODES, batches, make
 from worlds import outcomes
 
 import collectives as cc
-from collectives.train import SGD, AdamW, Steps, Trainer
+from collectives.train import SGD, AdamW, Steps, Trainer, WarmUp
 
 
 def refusal(n, body):
@@ -147,6 +149,54 @@ def test_wrong_settings(more, words):
     with pytest.raises(ValueError) as told:
         cc.run_threads(1, lambda comm: make(comm, **more))
     assert words in str(told.value)
+
+
+class Linear:
+    """A schedule without a repr of its own."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, step):
+        return 1 - step / self.steps
+
+
+def half(step):
+    return 0.5
+
+
+def scaled(step, by):
+    return by
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (Linear(5), Linear(5), Linear(6)),
+        (WarmUp(3, Linear(5)), WarmUp(3, Linear(5)), WarmUp(3, Linear(6))),
+        (half, half, scaled),
+        (partial(scaled, by=2), partial(scaled, by=2), partial(scaled, by=3)),
+        (Linear(5).__call__, Linear(5).__call__, Linear(6).__call__),
+    ],
+)
+def test_schedules_are_compared_by_what_they_hold(one, same, other, tmp_path):
+    def body(comm, schedules):
+        return make(comm, schedule=schedules[comm.rank])
+
+    cc.run_threads(2, body, [one, same])
+    told = refusal(2, lambda comm: body(comm, [one, other]))
+    assert "setting 'schedule' is" in told
+
+
+def test_schedules_that_cannot_be_compared():
+    bound = 3
+
+    def closure(step):
+        return bound
+
+    for schedule in (lambda step: 1.0, closure):
+        with pytest.raises(ValueError, match="cannot be compared between ranks"):
+            cc.run_threads(1, lambda comm, schedule=schedule: make(comm, schedule=schedule))
 
 
 def test_no_model():

@@ -44,7 +44,7 @@ def test_unused_in_some_micro_batches(stage):
     second, so it stays then."""
 
     def backward(params, batch, emit):
-        name = "ab"[int(batch[0])]
+        name = "ab"[int(batch[0][0])]
         emit(name, np.ones(700, np.float32) * (1 + params[name][0]))
         return 0.0
 
@@ -53,9 +53,9 @@ def test_unused_in_some_micro_batches(stage):
         more = {"params": params, "function": backward, "find_unused": True}
         more |= {"optimizer": SGD(lr=1.0), "reduce_every": "micro-batch", "accumulate": 2}
         trainer = make(comm, (stage, None), **more)
-        trainer.step([np.zeros(1), np.ones(1)])
+        trainer.step([(np.zeros(1),), (np.ones(1),)])
         first = trainer.parameters()
-        trainer.step([np.zeros(1), np.zeros(1)])
+        trainer.step([(np.zeros(1),), (np.zeros(1),)])
         second = trainer.parameters()
         return [float(x[-1]) for x in (first["a"], first["b"], second["a"], second["b"])]
 

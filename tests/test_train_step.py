@@ -246,3 +246,33 @@ def test_loss_scale():
     for _ in range(9):
         scale.update(True)
     assert scale.scale == 1
+
+
+def test_an_overflow_begins_the_count_of_good_steps_anew():
+    """The scale doubles after `interval` good steps in a row."""
+    scale = LossScale(scale=8.0, interval=3)
+    for overflow in (False, False, True, False, False):
+        scale.update(overflow)
+    assert (scale.scale, scale.good) == (4.0, 2)
+    scale.update(False)
+    assert (scale.scale, scale.good) == (8.0, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("count", [3, 700])
+def test_gradients_whose_squares_are_beyond_float32(stage, count):
+    """They are finite, and their norm too."""
+
+    def function(params, batch, emit):
+        emit("w", np.full(count, 1e20, np.float32))
+        return 0.0
+
+    def body(comm):
+        params = {"w": np.zeros(count, np.float32)}
+        trainer = Trainer(function, SGD(lr=1.0), comm, params=params, sharding=stage, clip_norm=1.0)
+        norm = trainer.step(np.zeros((1, 1))).grad_norm
+        return norm, float(np.linalg.norm(trainer.parameters()["w"]))
+
+    for norm, moved in cc.run_threads(2, body, timeout=20):
+        assert norm == pytest.approx(1e20 * count**0.5, rel=1e-6)
+        assert moved == pytest.approx(1.0, rel=1e-6)

@@ -9,6 +9,7 @@ import sys
 
 import models
 from training import make
+from worlds import outcomes
 
 import collectives as cc
 from collectives.train import Metrics, Sampler
@@ -48,6 +49,14 @@ def test_metrics_and_progress(tmp_path, capsys):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     told = capsys.readouterr()
     assert told.out == told.err == ""  # no terminal: not a word
+
+
+def test_metrics_that_cannot_be_written_raise_on_all_ranks(tmp_path):
+    def body(comm):
+        make(comm, metrics=tmp_path / "missing" / "metrics.jsonl")
+
+    ended = outcomes(2, body)
+    assert all(isinstance(e, OSError) and "rank 0 cannot write" in str(e) for e in ended), ended
 
 
 def test_the_bar_is_for_terminals():

@@ -41,6 +41,7 @@ class BaseGroup(dist.ProcessGroup):
         self._meeting = meeting
         self._name, self._description = name, "undefined"
         comm = meeting.join("main")
+        self._attempt = meeting.attempt("group")
         self._main = MainTrack(comm)
         self._callbacks = CallbackTrack(
             lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
@@ -228,7 +229,7 @@ class BaseGroup(dist.ProcessGroup):
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that names the ranks that did not come; see `monitoring`."""
-        number = next(self._barriers)
+        number = f"{self._attempt}/{next(self._barriers)}"
         monitored_barrier(self._meeting, number, timeout, wait_all_ranks=wait_all_ranks)
 
 

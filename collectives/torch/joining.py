@@ -31,12 +31,16 @@ class Meeting(NamedTuple):
         """
         return Communicator(self._bootstrap(name))
 
+    def attempt(self, name: str) -> int:
+        """How often this rank came here for `name`, as often as the others. A store outlives
+        groups: with this number in its keys, none is used again.
+        """
+        return int(self.store.add(f"{name}/came/{self.rank}", 1))
+
     def _bootstrap(self, name: str) -> Bootstrap:
         if self.size == 1:
             return Solo(self.timeout)
-        # A store outlives groups: a name that was used once is not used again, since every rank
-        # counts how often it came.
-        attempt = self.store.add(f"{name}/came/{self.rank}", 1)
+        attempt = self.attempt(name)
         if met_through_mpi():
             # Only MPI carries data between hosts.
             MPI = import_mpi()

@@ -3,8 +3,8 @@ torch modules.
 
     from collectives.train import AdamW, Trainer
 
-    trainer = Trainer(loss_and_grads, AdamW(lr=3e-4), comm, params=params, sharding=2,
-    clip_norm=1.0) for batch in trainer.progress(batches):
+    trainer = Trainer(loss_and_grads, AdamW(lr=3e-4), comm, params=params, sharding=2)
+    for batch in trainer.progress(batches):
         trainer.step(batch)
     trainer.save("run/last")
 """

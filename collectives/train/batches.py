@@ -1,10 +1,25 @@
-"""Batches: any nesting of tuples and dicts of arrays, whose first axes run over samples."""
+"""Batches: any nesting of tuples, lists and dicts of arrays, whose first axes run over samples."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+
+
+def each_array(batch: Any, do: Callable[[Any], Any]) -> Any:
+    """The batch with do(array) in place of each array."""
+    if isinstance(batch, dict):
+        return {key: each_array(part, do) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [each_array(part, do) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return do(batch)
 
 
 def samples(batch: Any) -> int:
@@ -23,22 +38,19 @@ def samples(batch: Any) -> int:
 
 def cut(batch: Any, low: int, high: int) -> Any:
     """Samples low to high."""
-    if isinstance(batch, dict):
-        return {key: cut(part, low, high) for key, part in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(cut(part, low, high) for part in batch)
-    return batch[low:high]
+    return each_array(batch, lambda x: x[low:high])
 
 
 def micro_batches(batch: Any, parts: int) -> list[Any]:
     """A step's batch as `parts` micro-batches, None where one is empty.
 
-    A list is taken as the micro-batches themselves; anything else is split along its first axis, as
-    numpy.array_split does.
+    A list of batches (tuples, dicts, lists, None) is taken as the micro-batches themselves;
+    anything else, also a list of arrays, as torch's DataLoader makes, is one batch. It is split
+    along its first axis, as numpy.array_split does.
     """
     if batch is None:
         return [None] * parts
-    if isinstance(batch, list):
+    if isinstance(batch, list) and not any(hasattr(part, "shape") for part in batch):
         if len(batch) != parts:
             raise ValueError(f"a list of {len(batch)} micro-batches, accumulate={parts}")
         return list(batch)
@@ -48,3 +60,15 @@ def micro_batches(batch: Any, parts: int) -> list[Any]:
     each, extra = divmod(total, parts)
     ends: Sequence[int] = [i * each + min(i, extra) for i in range(parts + 1)]
     return [cut(batch, a, b) if b > a else None for a, b in itertools.pairwise(ends)]
+
+
+def joined(comm: Communicator, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields `batches`, then None until every rank is through. Collective."""
+    source = iter(batches)
+    done = object()
+    while True:
+        batch = next(source, done)
+        more = np.array([batch is not done], np.uint8)
+        if not comm.all_reduce(more, "max")[0]:
+            return
+        yield None if batch is done else batch

@@ -1,7 +1,7 @@
 """Checkpoints that any number of ranks, under any stage, can go on from.
 
     run/step-1000/
-      checkpoint.json            which generation is the valid one, and what is in it
+      checkpoint.json            which generation is the valid one, what is in it, and a checksum
       generation-1000-0/
         rank-0.safetensors       arrays "master/NAME@OFFSET", "first/NAME@OFFSET", ... and buffers
         rank-1.safetensors       (a part of a parameter, and where it begins in the flat parameter)
@@ -29,14 +29,14 @@ import numpy as np
 
 from ..agreement import exchange
 from ..array import dtype_name, numpy_dtype
-from ..errors import CollectiveError, UnsupportedError
+from ..errors import CollectiveError, UnsupportedError, described
 from .sharding import Piece, Shard, host
 
 if TYPE_CHECKING:
     from .data_parallel import Trainer
 
 INDEX = "checkpoint.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 class CheckpointError(CollectiveError, ValueError):
@@ -62,7 +62,7 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     sampler's place. Collective.
 
     path     a directory, which all ranks reach; an older checkpoint in it is replaced
-    sampler  with state() and load(), such as `Sampler`
+    sampler  with state(), check(state) and load(state), such as `Sampler`
 
     Raises CollectiveError on all ranks if one of them cannot write; the old checkpoint stays.
     """
@@ -105,7 +105,6 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     if comm.rank == 0:
         try:
             index = {
-                "format": _FORMAT,
                 "generation": name,
                 "entries": {key: e for part, _, _ in parts for key, e in part.items()},
                 "random": [state for _, state, _ in parts],
@@ -116,15 +115,16 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
                 "layout": trainer.bucketer.layout,
                 "updates": trainer.updates,
                 "steps": trainer.steps,
+                "missed": trainer.missed,
                 "loss_scale": trainer.loss_scale and vars(trainer.loss_scale),
                 "sampler": sampler.state() if sampler is not None else None,
             }
             temporary = root / f".{INDEX}.new"
-            _write(temporary, json.dumps(index).encode())
+            _write(temporary, _sealed(index))
             _flush(folder)
             os.replace(temporary, root / INDEX)
             _flush(root)
-        except OSError as problem:
+        except (OSError, TypeError, ValueError) as problem:  # or the sampler's state is no JSON
             error = f"rank 0 cannot write to {root}: {problem}"
     _raise_any(comm, error)
     if comm.rank == 0:
@@ -166,6 +166,12 @@ def _own_arrays(trainer: Trainer) -> dict[str, Any]:
     return arrays
 
 
+def _sealed(index: Mapping[str, Any]) -> bytes:
+    """The text of checkpoint.json."""
+    sum_of = zlib.crc32(json.dumps(index).encode())
+    return json.dumps({"format": _FORMAT, "crc32": sum_of, "content": index}).encode()
+
+
 def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
@@ -194,6 +200,15 @@ def _raise_any(comm: Any, error: str) -> None:
 # ---- reading ------------------------------------------------------------------------------------
 
 
+_WRONG = (OSError, ValueError, KeyError, TypeError)  # the last two: not what `save` writes
+
+
+def _words(problem: Exception) -> str:
+    if isinstance(problem, (KeyError, TypeError)):
+        return f"{INDEX} is not as this version writes it: {described(problem)}"
+    return str(problem)
+
+
 def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     """Sets the trainer, and the sampler if one is given, to a checkpoint of any number of ranks
     and any stage. Collective.
@@ -203,8 +218,9 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     loaded by one that has them, since that changes no value.
 
     Raises CheckpointError on all ranks, which names what is wrong with which parameter, and changes
-    nothing, if the checkpoint is cut short, damaged, not of this model, optimizer and schedule, or
-    kept in a dtype that would be rounded here, as master weights are by a trainer without them.
+    nothing, if the checkpoint is cut short, damaged, not of this model, optimizer, schedule and
+    sampler, or kept in a dtype that would be rounded here, as master weights are by a trainer
+    without them.
     """
     _safetensors()
     comm, error = trainer.comm, ""
@@ -212,8 +228,12 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     try:
         index = _index(Path(path))
         _check_model(trainer, index)
-    except (OSError, ValueError) as problem:
-        error = f"rank {comm.rank}: {problem}"
+        if sampler is not None:
+            if index["sampler"] is None:
+                raise CheckpointError("the checkpoint holds no sampler")
+            sampler.check(index["sampler"])
+    except _WRONG as problem:
+        error = f"rank {comm.rank}: {_words(problem)}"
     _raise_any(comm, error)
     layout = index["layout"]
     shards: list[dict[str, Any]] = []
@@ -230,12 +250,12 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             for piece in shard.pieces
             for key in _torch_keys(index, piece.name)
         }
-        buffers = {n: reader.array(f"buffer/{n}") for n in trainer.buffers()}
-        if sampler is not None and index["sampler"] is None:
-            raise CheckpointError("it holds no sampler")
-    except (OSError, ValueError) as problem:
-        error = f"rank {comm.rank}: {problem}"
+        buffers = {n: reader.buffer(n, x) for n, x in trainer.buffers().items()}
+    except _WRONG as problem:
+        error = f"rank {comm.rank}: {_words(problem)}"
     _raise_any(comm, error)
+    trainer.missed.clear()
+    trainer.missed.update(index["missed"])
     trainer.restore(layout, shards, buffers)
     if trainer.torch_stepper is not None:
         trainer.torch_stepper.restore(index["torch"], states)
@@ -261,18 +281,25 @@ def _index(root: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{root} holds no checkpoint: there is no {INDEX}") from None
     try:
-        index = json.loads(text)
-        if index["format"] != _FORMAT:
-            raise CheckpointError(
-                f"{root / INDEX} has format {index['format']}, known is {_FORMAT}"
-            )
+        whole = json.loads(text)
+        kind = whole["format"]
     except (KeyError, TypeError, json.JSONDecodeError):
         raise CheckpointError(f"{root / INDEX} is cut short or damaged") from None
-    return dict(index)
+    if kind != _FORMAT:
+        raise CheckpointError(
+            f"{root / INDEX} has format {kind}, known is {_FORMAT}: another version of this "
+            "package wrote it, and can load it"
+        )
+    index = whole.get("content")
+    if whole.get("crc32") != zlib.crc32(json.dumps(index).encode()) or not isinstance(index, dict):
+        raise CheckpointError(f"{root / INDEX} is damaged: another checksum")
+    return index
 
 
 def _check_model(trainer: Trainer, index: Mapping[str, Any]) -> None:
     """The checkpoint has this model's parameters, and no others, and this optimizer's state."""
+    for key in ("missed", "updates", "steps", "loss_scale", "world", "random"):
+        index[key]  # a KeyError now rather than when parameters are set
     mine = {n: list(trainer.store.owners[n][3]) for n in trainer.names}
     theirs = index["shapes"]
     for name in mine:
@@ -353,6 +380,15 @@ class _Reader:
         if len(data) != entry["count"] * dtype.itemsize or zlib.crc32(data) != entry["crc32"]:
             raise CheckpointError(f"{key!r} in {self._folder / file} is damaged: another checksum")
         return np.frombuffer(data, dtype)
+
+    def buffer(self, name: str, like: Any) -> Any:
+        """A buffer or frozen parameter, with as many elements as it has here."""
+        found = self.array(f"buffer/{name}")
+        if found.size != like.size:
+            raise CheckpointError(
+                f"buffer {name!r} has {found.size} elements in the checkpoint, {like.size} here"
+            )
+        return found
 
     def piece(self, piece: Piece, kind: str) -> Any:
         """What a rank holds of a parameter."""

@@ -19,23 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..agreement import agree
-from ..array import device_name, dtype_name, empty, native, release
+from ..array import device_name, dtype_name, empty, native
 from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
+from ..bucket_pool import trim
 from ..bucketing import Bucketer
-from ..errors import CollectiveError, did_you_mean
+from ..errors import CollectiveError
 from ..gradients import put
 from ..work import ThenWork, Work
-from .batches import micro_batches, samples
+from .batches import joined, micro_batches, samples
 from .gathering import Gatherer
 from .gradient_norm import gradient_norm, who_is_not_finite
+from .interrupted import Cause, meet
 from .model import model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
 from .precision import LossScale, check_kept, compute_dtype, kept_dtype
-from .progress import Bar, Log, Metrics, text_of
+from .progress import Bar, Log, Metrics, number
 from .schedules import Constant, Schedule
-from .sharding import Shard, Store, host
+from .settings import agree_on, check_parameters, check_settings, text_of
+from .sharding import Shard, Store
 from .stepping import Stepper
 
 if TYPE_CHECKING:
@@ -54,8 +56,9 @@ class Trainer:
     loss           for modules: loss(module, batch) -> the mean loss over the batch
     sharding       0 replicated, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO)
     shard_group    "node": shard within a node, replicate across nodes
-    precision      "bf16", "fp16": parameters have this dtype in forward and backward. None: that
-                   in which they came in
+    precision      "bf16", "fp16": parameters have this dtype in forward and backward, but those of
+                   a module's batch normalisation, which keep theirs. None: that in which they came
+                   in. Buffers keep theirs in any case
     master_weights True: parameters of 16 bits have master weights and optimizer state in the dtype
                    that came in, at least float32. False: they have no masters, and state of their
                    own dtype: with Adam in bf16, 6 bytes a parameter instead of 14. Each step is
@@ -74,7 +77,8 @@ class Trainer:
                    in both cases the step is that of the mean over the global batch
     count          count(batch) -> samples or tokens in a (micro-)batch; the length of its first
                    array if None
-    schedule       factor of the learning rate for each step, from `schedules`
+    schedule       factor of the learning rate for each step, from `schedules`; or a function or
+                   object of your own, but no lambda: ranks and checkpoints compare it
     groups         parameter groups: {"params": [names or patterns], **settings of the optimizer}
     frozen         for functions: names of parameters that have no gradient
     offload        "host": master weights and optimizer state of GPU parameters live on the host
@@ -123,27 +127,16 @@ class Trainer:
         trace: bool = False,
         seed: int = 0,
     ) -> None:
-        if sharding not in (0, 1, 2, 3):
-            raise ValueError(f"sharding={sharding!r}; known: 0, 1, 2, 3")
-        if shard_group not in (None, "node"):
-            raise ValueError(f"shard_group={shard_group!r}; only 'node' is known")
-        if normalize not in ("samples", "tokens"):
-            raise ValueError(
-                f"normalize={normalize!r}; {did_you_mean(normalize, ['samples', 'tokens'])}"
-            )
-        if normalize == "tokens" and count is None:
-            raise ValueError("normalize='tokens' needs count=, which counts the tokens of a batch")
-        if accumulate < 1:
-            raise ValueError(f"accumulate={accumulate}; at least one micro-batch makes a step")
-        if reduce_every not in ("step", "micro-batch"):
-            raise ValueError(
-                f"reduce_every={reduce_every!r}; "
-                + did_you_mean(reduce_every, ["step", "micro-batch"])
-            )
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm} must be positive")
-        if offload not in (None, "host"):
-            raise ValueError(f"offload={offload!r}; only 'host' is known")
+        check_settings(
+            sharding=sharding,
+            shard_group=shard_group,
+            normalize=normalize,
+            count=count,
+            accumulate=accumulate,
+            reduce_every=reduce_every,
+            clip_norm=clip_norm,
+            offload=offload,
+        )
         self.comm = comm
         self.sharding = sharding
         self.accumulate = accumulate
@@ -161,31 +154,31 @@ class Trainer:
         if self._dtype == "float16":
             self.loss_scale = dataclasses.replace(loss_scale or LossScale())
         self._count = count or samples
-        self._log = Log(metrics, comm.rank)
         self._model = model_of(model, params, loss, frozen)
+        check_parameters(self._model.parameters)
         self.names = list(self._model.parameters)
         self._optimizers, self._number, self._torch = parameter_groups(
             self._model, optimizer, groups
         )
-        self._agree(
-            {
-                "model": type(self._model).__name__,
-                "optimizer": text_of(self._optimizers),
-                "sharding": sharding,
-                "shard_group": shard_group,
-                "precision": self._dtype,
-                "master_weights": master_weights,
-                "reduce_dtype": reduce_dtype and dtype_name(reduce_dtype),
-                "accumulate": accumulate,
-                "reduce_every": reduce_every,
-                "clip_norm": clip_norm,
-                "normalize": normalize,
-                "schedule": text_of(self.schedule),
-                "offload": offload,
-                "order": order,
-                "loss_scale": text_of(self.loss_scale),
-            }
-        )
+        self.settings = {
+            "model": type(self._model).__name__,
+            "optimizer": text_of(self._optimizers),
+            "sharding": sharding,
+            "shard_group": shard_group,
+            "precision": self._dtype,
+            "master_weights": master_weights,
+            "reduce_dtype": reduce_dtype and dtype_name(reduce_dtype),
+            "accumulate": accumulate,
+            "reduce_every": reduce_every,
+            "clip_norm": clip_norm,
+            "normalize": normalize,
+            "schedule": text_of(self.schedule),
+            "offload": offload,
+            "order": order,
+            "loss_scale": text_of(self.loss_scale),
+        }
+        agree_on(comm, self._model, self.settings, self._number)
+        self._log = Log(metrics, comm)
         self._broadcast()
         self._order = order
         self._hybrid = shard_group == "node" and sharding > 0
@@ -194,7 +187,9 @@ class Trainer:
             group = comm.split(by="node")
         self.store = Store(group, sharding, offload == "host")
         values = self._model.parameters
-        self._dtypes = {n: self._dtype or dtype_name(x.dtype) for n, x in values.items()}
+        self._dtypes = {n: dtype_name(x.dtype) for n, x in values.items()}
+        if self._dtype is not None:
+            self._dtypes |= {n: self._dtype for n in values if n not in self._model.wide}
         self.kept = {  # dtypes of what is stepped
             n: kept_dtype(dtype_name(x.dtype), self._dtypes[n], master_weights)
             for n, x in values.items()
@@ -206,6 +201,7 @@ class Trainer:
                 self._dtypes[n],
                 device_name(x),
                 dtype_name(reduce_dtype) if reduce_dtype else self._dtypes[n],
+                f"used as {self._dtypes[n]}, kept as {self.kept[n]}",
             )
             for n, x in values.items()
         }
@@ -241,49 +237,43 @@ class Trainer:
         self._values: Mapping[str, Any] | None = values if self.bucketer.will_rebuild else None
         self._model.parameters = {}
         self._bad: set[str] = set()  # not finite on this rank, in this step
+        # Why the last step was given up before it had reduced anything.
+        self._cause: Cause | None = None
 
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Metrics:
         """One optimizer step on what this rank has of the global batch.
 
-        batch  arrays whose first axes run over samples, in any nesting of tuples and dicts, split
-               into `accumulate` micro-batches; or a list of micro-batches. None: no data here.
+        batch  arrays whose first axes run over samples, in any nesting of tuples, lists and dicts,
+               split into `accumulate` micro-batches; or a list of these. None: no data here.
 
         Raises CollectiveError on all ranks, and writes nothing, if a gradient is not finite (in
         fp16 the step is left out instead); it names the parameters, and the ranks where they are
         known.
+
+        What the model raises passes through, with no gradient kept. If it raises on all ranks they
+        may go on. If it does on some alone, or after reductions have begun, calls of the others
+        raise too, at the latest when this rank steps again.
         """
         with self._model.stream():
             return self._step(batch)
 
     def _step(self, batch: Any) -> Metrics:
+        self._settle()
         began = time.monotonic()
         before = dataclasses.replace(self.bucketer.statistics)
         parts = micro_batches(batch, self.accumulate)
         counts = [0 if part is None else self._count(part) for part in parts]
+        # A mean over nothing is NaN, whatever its weight.
+        parts = [part if count else None for part, count in zip(parts, counts, strict=True)]
         total = self._total(counts)
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        losses: list[tuple[Any, int]] = []  # of micro-batches, with their samples
-        self._bad.clear()
-        # On a GPU the host would have to wait for each gradient to see whether it is finite.
-        ready = self.bucketer.ready if self._model.on_gpu else self._ready
-        unused: frozenset[str] = frozenset()
-        for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            self._first = i == 0 or not self._each
-            reduced = self._each or i == len(parts) - 1
-            with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
-                if part is not None:
-                    loss = self._model.run(part, count / total, scale, ready)
-                    losses.append((loss, count))
-                    if self._gatherer is not None:
-                        self._gatherer.end_pass()
-                elif self._gatherer is not None:
-                    self._gatherer.follow_pass()
-                if reduced:
-                    nowhere = self.bucketer.finish(absent=part is None)
-                    self._after_reduction(nowhere)
-                    unused = nowhere if self._first else unused & nowhere
+        try:
+            losses, unused = self._passes(parts, counts, total, scale)
+        except BaseException as error:
+            self._give_up(error)
+            raise
         norm, overflow = self._norm(scale, unused)
         factor = self.schedule(self.updates)
         lr = self._stepper.lr * factor
@@ -315,6 +305,48 @@ class Trainer:
         self._log.write(self.last)
         return self.last
 
+    def _passes(
+        self, parts: Sequence[Any], counts: Sequence[int], total: int, scale: float
+    ) -> tuple[list[tuple[Any, int]], frozenset[str]]:
+        """Forward, backward and reduction of all micro-batches: their losses with their samples,
+        and the parameters that have a gradient on no rank.
+        """
+        losses = []
+        self._bad.clear()
+        # On a GPU the host would have to wait for each gradient to see whether it is finite.
+        ready = self.bucketer.ready if self._model.on_gpu else self._ready
+        unused: frozenset[str] = frozenset()
+        for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            self._first = i == 0 or not self._each
+            reduced = self._each or i == len(parts) - 1
+            with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
+                if part is not None:
+                    loss = self._model.run(part, count / total, scale, ready)
+                    losses.append((loss, count))
+                    if self._gatherer is not None:
+                        self._gatherer.end_pass()
+                elif self._gatherer is not None:
+                    self._gatherer.follow_pass()
+                if reduced:
+                    nowhere = self.bucketer.finish(absent=part is None)
+                    self._after_reduction(nowhere)
+                    unused = nowhere if self._first else unused & nowhere
+        return losses, unused
+
+    def _give_up(self, error: BaseException) -> None:
+        """Forgets the gradients of a step that raised. If other ranks cannot, they hear why."""
+        if not self.bucketer.discard(error):
+            self._cause = Cause.of(error)
+
+    def _settle(self) -> None:
+        """After a step that was given up: all ranks have, or all raise."""
+        if self._cause is not None:
+            meet([self.comm, *self.bucketer.siblings], self._cause, self.steps + 1)
+            self._cause = None
+            if self._gatherer is not None:
+                with self._model.stream():
+                    self._gatherer.discard()
+
     def progress(self, batches: Iterable[Any], total: int | None = None) -> Iterator[Any]:
         """Yields `batches` as `join` does, with a line about the steps on rank 0's terminal."""
         if total is None:
@@ -333,14 +365,7 @@ class Trainer:
         numbers of batches. One more small all_reduce for each. Call `step` with what comes, None
         too.
         """
-        source = iter(batches)
-        done = object()
-        while True:
-            batch = next(source, done)
-            more = np.array([batch is not done], np.uint8)
-            if not self.comm.all_reduce(more, "max")[0]:
-                return
-            yield None if batch is done else batch
+        return joined(self.comm, batches)
 
     @property
     def global_batch(self) -> str:
@@ -360,16 +385,9 @@ class Trainer:
 
     def whole(self, key: str) -> dict[str, Any]:
         """Copies of "master" or of an optimizer's state array, whole, by parameter. Collective."""
-        found: dict[str, Any] = {}
-        for shard in self.store.shards:
-            with self._model.stream():
-                part = np.ascontiguousarray(host(self.store.arrays(shard)[key]))
-            full = part
-            if self.store.comm is not None:
-                full = self.store.comm.all_gather_v(part, shard.counts)
-            for slot in shard.bucket.slots:
-                flat = full[slot.start : slot.start + slot.length]
-                found[slot.name] = flat.reshape(slot.shape).copy()
+        with self._model.stream():
+            self._settle()
+            found = self.store.whole(key)
         return {name: found[name] for name in self.names}
 
     @contextlib.contextmanager
@@ -379,6 +397,7 @@ class Trainer:
         """
         if self._gatherer is not None:
             with self._model.stream():
+                self._settle()
                 self._gatherer.gather_everything()
         try:
             yield self._model.whole()
@@ -394,10 +413,23 @@ class Trainer:
         return sizes
 
     def close(self) -> None:
-        """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local."""
+        """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local. Under
+        stage 3 a module is left without parameters: see `release`.
+        """
         self._model.close()
         for comm in self.bucketer.siblings:
             comm.close()
+
+    def release(self) -> None:
+        """Gives a module its parameters, whole under every stage, in the dtype they were used in,
+        and closes the trainer. Collective.
+        """
+        if self._gatherer is not None:
+            with self._model.stream():
+                self._settle()
+                self._gatherer.gather_everything()
+        self._model.release()
+        self.close()
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for Chrome or Perfetto, by rank 0. Collective."""
@@ -407,25 +439,33 @@ class Trainer:
         """See `checkpoint.save`."""
         from .checkpoint import save
 
+        self._settle()
         save(self, path, sampler)
 
     def load(self, path: str | Path, *, sampler: Any = None) -> None:
         """See `checkpoint.load`."""
         from .checkpoint import load
 
+        self._settle()
         load(self, path, sampler)
 
     # ---- for checkpoints -----------------------------------------------------------------------
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the optimizer's state arrays."""
-        return self._optimizers[0].slots
+        """Names of the optimizer's state arrays, of any group."""
+        return tuple(dict.fromkeys(slot for own in self._optimizers for slot in own.kept))
 
     @property
     def torch_stepper(self) -> Any:
         """Steps with an optimizer of torch, which keeps its state itself; None with our own."""
         return self._stepper if self._torch is not None else None
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Updates in which parameters had a gradient on no rank and were left alone, by name."""
+        missed: dict[str, int] = self._stepper.missed
+        return missed
 
     @property
     def first_replica(self) -> bool:
@@ -458,29 +498,11 @@ class Trainer:
         self._values = None
         self._build(None)
         for shard, arrays in zip(self.store.shards, shards, strict=True):
-            for key, x in arrays.items():
-                target = self.store.arrays(shard)[key]
-                wide = x.astype(target.dtype, copy=False)
-                (target.set if hasattr(target, "set") else partial(_copy, target))(wide)
-            work = self.store.publish(shard)
-            if work is not None:
-                work.wait()
+            self.store.take(shard, arrays)
         for name, x in buffers.items():
-            _copy(self.buffers()[name], x.reshape(self.buffers()[name].shape))
+            self.buffers()[name][...] = x.reshape(self.buffers()[name].shape)
 
     # ---- setting up ----------------------------------------------------------------------------
-
-    def _agree(self, settings: Mapping[str, Any]) -> None:
-        model = self._model
-        shapes = {
-            name: [kind, list(x.shape), dtype_name(x.dtype)]
-            for kind, arrays in (("", model.parameters), ("frozen", model.frozen))
-            for name, x in arrays.items()
-        }
-        agree(self.comm, "parameter", shapes)
-        agree(self.comm, "setting", dict(settings))
-        agree(self.comm, "parameter group of", self._number)
-        self.settings = dict(settings)
 
     def _broadcast(self) -> None:
         for arrays in (self._model.parameters, self._model.frozen, self._model.buffers):
@@ -488,8 +510,7 @@ class Trainer:
                 arrays[name] = self.comm.broadcast(arrays[name])
 
     def _build(self, values: Mapping[str, Any] | None) -> None:
-        slots = self._optimizers[0].slots
-        self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, slots)
+        self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, self.slots)
         for shard in self.store.shards:
             if self.sharding < 2:
                 shard.grad = shard.bucket.buffer[shard.low : shard.high]
@@ -546,25 +567,15 @@ class Trainer:
         if self._values is not None:
             if self.bucketer.rebuilt:
                 self.store.shards, self.store.owners = [], {}
-                self._release()
+                trim(self.comm, self.bucketer.buckets)
                 self._build(self._values)
-                self._release()
+                trim(self.comm, self.bucketer.buckets)
             self._values = None
         if self._each and self.sharding < 2:
             for name in nowhere:
                 self.bucketer.view(name)[...] = 0  # the bucketer left what was there
             for shard in self.store.shards:
                 self._take(shard)
-
-    def _release(self) -> None:
-        """Gives memory that is not used back to GPUs: pieces have other sizes from now on, for
-        which cupy would not use what it keeps. Freeing waits for the GPU, so nobody may have put
-        on it what waits for another rank.
-        """
-        self.comm.barrier()
-        for place in {bucket.device for bucket in self.bucketer.buckets}:
-            release(place)
-        self.comm.barrier()
 
     def _norm(self, scale: float, unused: frozenset[str]) -> tuple[float, bool]:
         """The norm of the gradient, and whether it overflowed in fp16."""
@@ -581,12 +592,3 @@ class Trainer:
             f"step {self.steps + 1}: gradients are not finite: {words}; nothing was written",
             rank=self.comm.rank,
         )
-
-
-def number(loss: Any) -> float:
-    """A loss that a model returned: a number, or an array of one on the host or a GPU."""
-    return float(loss.item() if hasattr(loss, "item") else loss)
-
-
-def _copy(target: Any, source: Any) -> None:
-    target[...] = source

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..array import device_name, empty, native, numpy_dtype
 from ..errors import CollectiveError, did_you_mean
 from .model import Model, Ready
+from .settings import is_real
 from .sharding import Shard
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ class FunctionModel(Model):
         self._store, self._gatherer = store, gatherer
         if dtype is not None:
             kind = numpy_dtype(dtype)
-            self.frozen = {n: x.astype(kind, copy=False) for n, x in self.frozen.items()}
+            self.frozen = {
+                n: x.astype(kind, copy=False) if is_real(x) else x for n, x in self.frozen.items()
+            }
 
     def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> Any:
         emit = Emit(self, weight, scale, ready)

@@ -90,6 +90,10 @@ class Gatherer:
         if self._record is None:
             self._compare(_END)
             self._record = list(self._launched)
+        self.discard()
+
+    def discard(self) -> None:
+        """Releases everything, also after a pass that did not come to its end on any rank."""
         self._launched = []
         self._latest = -1
         self.pins.clear()

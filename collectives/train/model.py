@@ -22,18 +22,20 @@ class Model(ABC):
     parameters  trainable ones, whole, as arrays of numpy or cupy; a tied parameter is in here once
     frozen      parameters that have no gradient
     buffers     other arrays that ranks must begin with alike
+    wide        names of parameters that keep their dtype under every precision
     on_gpu      all trainable parameters are on a GPU
     """
 
     parameters: dict[str, Any]
     frozen: dict[str, Any]
     buffers: dict[str, Any]
+    wide: frozenset[str] = frozenset()
     on_gpu: bool
 
     @abstractmethod
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:
         """The parameters live in `store` from now on; with a gatherer they come on demand. Frozen
-        ones become `dtype`, unless it is None.
+        ones of floats become `dtype`, unless it is None or they are `wide`.
         """
 
     @abstractmethod
@@ -57,6 +59,10 @@ class Model(ABC):
 
     def close(self) -> None:
         """The trainer is through with the model."""
+        return
+
+    def release(self) -> None:
+        """As `close`, and all parameters, which are gathered, are the model's own from now on."""
         return
 
     @abstractmethod

@@ -19,7 +19,11 @@ import torch
 
 from ..array import native
 from ..array.dtypes import torch_dtype
+from ..errors import CollectiveError
+from ..gradients import listed
 from ..torch_gradients import cupy_follows
+from .batches import each_array
+from .holding import check_free, hold, let_go, used_while_empty
 from .model import Model, Ready
 from .sharding import Shard
 from .torch_arrays import tensor_of
@@ -37,6 +41,7 @@ class ModuleModel(Model):
     """A torch module and its loss: loss(module, batch) -> tensor, the mean over the batch."""
 
     def __init__(self, module: torch.nn.Module, loss: Callable[..., Any]) -> None:
+        check_free(module)
         self._module = module
         self._loss = loss
         named = dict(module.named_parameters())  # a tied parameter comes once
@@ -44,6 +49,13 @@ class ModuleModel(Model):
         self.parameters = {n: _copy(p) for n, p in self._tensors.items()}
         self._frozen = {n: p for n, p in named.items() if not p.requires_grad}
         self.frozen = {n: _copy(p) for n, p in self._frozen.items()}
+        # Its running statistics are float32, and torch wants parameters like them beside any input.
+        self.wide = frozenset(
+            f"{path}.{own}" if path else own
+            for path, part in module.named_modules()
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            for own, _ in part.named_parameters(recurse=False)
+        )
         self._buffers = {n: b for n, b in module.named_buffers() if b.numel()}
         # The module's own memory: what is written here, the module sees.
         self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
@@ -97,13 +109,17 @@ class ModuleModel(Model):
                 self.give(shard)
         if first:
             self._begin()
+            mine = weakref.ref(self)
+            hold(self._tensors.values(), mine, empty=gatherer is not None)
         for own in self._owns:
             own.find(self._bucket)
 
     def _begin(self) -> None:
         for name, parameter in self._frozen.items():
             value = tensor_of(self.frozen[name])
-            parameter.data = value if self._dtype is None else value.to(self._dtype)
+            if self._dtype is not None and value.is_floating_point() and name not in self.wide:
+                value = value.to(self._dtype)
+            parameter.data = value
             self.frozen[name] = native(parameter.detach())
         if self._gatherer is not None:
             self._watch()
@@ -118,7 +134,7 @@ class ModuleModel(Model):
     def give(self, shard: Shard) -> None:
         flat, nothing, views = self._flat[shard.bucket.index]
         for parameter, _ in views:
-            # What is used outside of its module's forward fails by its shape.
+            # What is used outside of its module's forward fails by its shape: see `_explain`.
             parameter.data = nothing
         flat.untyped_storage().resize_(0)
 
@@ -128,6 +144,12 @@ class ModuleModel(Model):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        let_go(self._tensors.values(), whole=False)
+
+    def release(self) -> None:
+        for parameter in self._tensors.values():
+            parameter.data = parameter.detach().clone()
+        let_go(self._tensors.values(), whole=True)
 
     def whole(self) -> Any:
         return self._module
@@ -139,9 +161,33 @@ class ModuleModel(Model):
         self._done.clear()
         if self._dtype is not None:
             batch = _cast(batch, self._dtype)
-        loss = self._loss(self._module, batch)
-        (loss.float() * (weight * scale)).backward()
-        return loss.detach()
+        try:
+            loss = self._loss(self._module, batch)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        # What is smaller than float32 would round the weights.
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        (wide * (weight * scale)).backward()
+        return wide.detach()
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raises CollectiveError if the module used a parameter that was not gathered."""
+        if self._gatherer is None or isinstance(error, CollectiveError):
+            return
+        empty = {id(p): n for n, p in self._tensors.items() if self._is_empty(n)}
+        names = used_while_empty(error.__traceback__, empty)
+        if names:
+            raise CollectiveError(
+                f"sharding=3: {listed(names)} was used outside of the forward of a module that has "
+                "it, where it is not gathered: call that module, or make it a parameter of the "
+                f"module that uses it ({error})"
+            ) from error
+
+    def _is_empty(self, name: str) -> bool:
+        assert self._store is not None
+        shard, _, length, _ = self._store.owners[name]
+        return shard.full is None and length > 0
 
     def arrived(self, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter is there."""
@@ -159,8 +205,14 @@ class ModuleModel(Model):
     def _watch(self) -> None:
         """Hooks on all modules that have parameters of their own."""
         for module in self._module.modules():
+            parts = [module]
+            if isinstance(module, torch.nn.MultiheadAttention):
+                parts.append(module.out_proj)  # it uses this one's parameters, and never calls it
             names = [
-                self._names[id(p)] for p in module.parameters(recurse=False) if p.requires_grad
+                self._names[id(p)]
+                for part in parts
+                for p in part.parameters(recurse=False)
+                if p.requires_grad
             ]
             if names:
                 own = _Own(names)
@@ -229,13 +281,11 @@ def _copy(x: torch.Tensor) -> Any:
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating-point tensors in `dtype`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: _cast(part, dtype) for key, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_cast(part, dtype) for part in batch)
-    return batch
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return each_array(batch, cast)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

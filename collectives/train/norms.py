@@ -45,7 +45,8 @@ def whole(values: Any, group: int) -> Spans:
 
 
 def chunk_squares(x: Any) -> Any:
-    """The sum of the squares of each chunk, float64 where x is; the last chunk may be shorter.
+    """The sum of the squares of each chunk: in float64 where x is, or where it is beyond float32.
+    The last chunk may be shorter.
 
     x  1-d array of numpy that begins where a chunk begins
     """
@@ -60,6 +61,9 @@ def chunk_squares(x: Any) -> Any:
         if whole * CHUNK < x.size:
             rest = x[whole * CHUNK :].astype(wide, copy=False)
             found[whole:] = _rows(rest.reshape(1, -1))
+        for i in np.flatnonzero(~np.isfinite(found)):
+            chunk = x[i * CHUNK : (i + 1) * CHUNK].astype(np.float64)
+            found[i] = _rows(chunk.reshape(1, -1))[0]
     return found
 
 

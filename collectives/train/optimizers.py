@@ -43,6 +43,11 @@ class Optimizer:
             if not isinstance(number, bool) and not (math.isfinite(number) and number >= 0):
                 raise ValueError(f"{type(self).__name__}: {field.name}={number} must be >= 0")
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Those of `slots` that it needs with these settings."""
+        return self.slots
+
     def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
         """One step of optimizers that are not layerwise. w and state are written; g and work, an
         array like it, are used up.
@@ -93,6 +98,10 @@ class SGD(Optimizer):
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise ValueError("SGD: nesterov needs momentum")
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.slots if self.momentum else ()
 
     def update(self, w: Any, g: Any, state: State, lr: float, step: int, work: Any) -> None:
         if self.weight_decay:

@@ -4,7 +4,8 @@ Every figure comes from a formula that is printed beside it. Memory and wire are
 Rajbhandari et al., "ZeRO" (SC 2020), https://arxiv.org/abs/1910.02054, sections 3 and 7: with P
 parameters, a mixed-precision step of Adam holds 2 P bytes of parameters, 2 P of gradients and K P
 of optimizer state, K = 12 (float32 master weights and two moments). Without master weights K is 4:
-two moments of 2 bytes. Activations and buffers are not in it.
+two moments of 2 bytes. With micro-batches that are reduced together a rank holds whole gradients
+under ZeRO-2 and 3 too, while they are added up. Activations and buffers are not in it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Stage(NamedTuple):
     """What one stage of sharding needs.
 
     memory      bytes of a rank, the sum of `parts`
-    parts       bytes of parameters, gradients, optimizer state
+    parts       bytes of parameters, gradients (with those of micro-batches that are added up),
+                optimizer state
     wire        bytes that a rank sends in a step
     exposed     seconds of communication that backward does not hide; None without `flops`
     seconds     of a step; None without `flops`
@@ -139,15 +141,19 @@ def _stage(job: Job, stage: int) -> Stage:
     used, grad, state = bytes_per_parameter(job)
     share, p = job.sharing, job.params
     divide = [share if stage >= at else 1 for at in (3, 2, 1)]
-    parts = (used * p / divide[0], grad * p / divide[1], state * p / divide[2])
-    whole = sum(b for b, d in zip((used, grad, state), divide, strict=True) if d == 1)
-    split = used + grad + state - whole
+    held = BYTES[job.reduced or job.precision] if stage >= 2 and job.accumulate > 1 else 0
+    parts = (used * p / divide[0], grad * p / divide[1] + held * p, state * p / divide[2])
+    each = (used, grad, state)
+    split = sum(b for b, d in zip(each, divide, strict=True) if d > 1)
+    whole = sum(each) - split + held
     terms = [f"{b} P" if d == 1 else f"{b} P / {d}" for b, d in ((whole, 1), (split, share)) if b]
     numbers = [
         _giga(b * p) + (f"/{d}" if d > 1 else "") for b, d in ((whole, 1), (split, share)) if b
     ]
     memory = f"{' + '.join(terms)} = {' + '.join(numbers)}"
     memory += f" = {_giga(sum(parts))} GB" if split and share > 1 else " GB"
+    if held:
+        memory += f", {held} P of it whole gradients while micro-batches are added up"
 
     reduced, gathered, wire_words, messages = _wire(job, stage)
     exposed = seconds = efficiency = None

@@ -7,7 +7,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ..agreement import exchange
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
 
 _EVERY = 0.1  # seconds between two looks
 
@@ -55,10 +60,22 @@ class Metrics:
 
 
 class Log:
-    """Metrics of rank 0, appended to a file of JSON lines; nothing on other ranks."""
+    """Metrics of rank 0, appended to a file of JSON lines; nothing on other ranks.
 
-    def __init__(self, path: str | Path | None, rank: int) -> None:
-        self._path = Path(path) if path is not None and rank == 0 else None
+    Raises OSError on all ranks if rank 0 cannot write there. Making one is collective.
+    """
+
+    def __init__(self, path: str | Path | None, comm: Communicator) -> None:
+        self._path = Path(path) if path is not None and comm.rank == 0 else None
+        error = ""
+        if self._path is not None:
+            try:
+                self._path.open("a", encoding="utf-8").close()
+            except OSError as problem:
+                error = f"rank 0 cannot write metrics: {problem}"
+        told = exchange(comm, error)[0]
+        if told:
+            raise OSError(told)
 
     def write(self, metrics: Metrics) -> None:
         if self._path is not None:
@@ -102,6 +119,6 @@ class Bar:
             self._stream.flush()
 
 
-def text_of(value: Any) -> str:
-    """How a setting is compared between ranks and in checkpoints."""
-    return repr(value)
+def number(loss: Any) -> float:
+    """A loss that a model returned: a number, or an array of one on the host or a GPU."""
+    return float(loss.item() if hasattr(loss, "item") else loss)

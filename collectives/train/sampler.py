@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..agreement import agree
 from ..errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Sampler:
     A step takes the next micro·accumulate·ranks samples of the epoch's order, and every rank the
     part that numpy.array_split gives it. So steps hold the same samples for any number of ranks,
     if the global batch is the same.
+
+    Making one is collective; raises MismatchError if the ranks differ.
     """
 
     def __init__(
@@ -60,6 +63,17 @@ class Sampler:
                 f"{samples} samples make no batch of {self.batch} (micro x accumulate x ranks), "
                 "and last='drop' leaves all of them out"
             )
+        agree(
+            comm,
+            "sampler's",
+            {
+                "samples": samples,
+                "global batch": self.batch,
+                "seed": seed,
+                "shuffle": shuffle,
+                "last": last,
+            },
+        )
         self.epoch = 0
         self.position = 0  # steps of this epoch that are done
 
@@ -92,20 +106,24 @@ class Sampler:
         about = {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
         return about | {"epoch": self.epoch, "taken": self.position * self.batch}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, also with another number of ranks if the samples taken are whole
-        steps.
-
-        Raises ValueError if it belongs to other data or another order.
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if `load` cannot go on from `state`: it belongs to other data or
+        another order, or its place in the epoch is not between steps of this many ranks.
         """
         mine = {key: self.state()[key] for key in ("samples", "seed", "shuffle")}
         given = {key: state.get(key) for key in mine}
         if mine != given:
             raise ValueError(f"the sampler's state is of {json.dumps(given)}, this one {mine}")
-        position, rest = divmod(int(state["taken"]), self.batch)
-        if rest and int(state["taken"]) < self.samples:
+        taken = int(state["taken"])
+        if taken % self.batch and taken < self.samples:
             raise ValueError(
-                f"{state['taken']} samples of the epoch were taken, which are no whole steps of "
+                f"{taken} samples of the epoch were taken, which are no whole steps of "
                 f"{self.batch} samples; take a batch that divides it, or begin an epoch"
             )
-        self.epoch, self.position = int(state["epoch"]), position + bool(rest)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, also with another number of ranks if the samples taken are whole
+        steps. Raises ValueError as `check` does.
+        """
+        self.check(state)
+        self.epoch, self.position = int(state["epoch"]), -(-int(state["taken"]) // self.batch)

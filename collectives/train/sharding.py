@@ -197,6 +197,30 @@ class Store:
             return None
         return self.gather(self.comm, self.side, shard, shard.full)
 
+    def whole(self, key: str) -> dict[str, Any]:
+        """Copies of `arrays()[key]`, whole, by parameter, on the host. Collective."""
+        found: dict[str, Any] = {}
+        for shard in self.shards:
+            part = np.ascontiguousarray(host(self.arrays(shard)[key]))
+            full = part if self.comm is None else self.comm.all_gather_v(part, shard.counts)
+            for slot in shard.bucket.slots:
+                flat = full[slot.start : slot.start + slot.length]
+                found[slot.name] = flat.reshape(slot.shape).copy()
+        return found
+
+    def take(self, shard: Shard, arrays: Mapping[str, Any]) -> None:
+        """Sets `arrays()`, and the parameters that are used. Collective."""
+        for key, x in arrays.items():
+            target = self.arrays(shard)[key]
+            wide = x.astype(target.dtype, copy=False)
+            if hasattr(target, "set"):
+                target.set(wide)
+            else:
+                target[...] = wide
+        work = self.publish(shard)
+        if work is not None:
+            work.wait()
+
     def pieces(self) -> Iterator[tuple[Shard, Piece]]:
         for shard in self.shards:
             for piece in shard.pieces:

@@ -28,10 +28,15 @@ _BLOCK = 64 * 1024
 
 
 class _Run:
-    """Neighbouring pieces of a shard that one optimizer steps, and views of what it steps."""
+    """Neighbouring pieces of a shard that one optimizer steps and that were left alone in as many
+    steps (`missed`), and views of what it steps.
+    """
 
-    def __init__(self, shard: Shard, low: int, high: int, optimizer: Optimizer) -> None:
+    def __init__(
+        self, shard: Shard, low: int, high: int, optimizer: Optimizer, missed: int
+    ) -> None:
         self.low, self.high, self.optimizer = low, high, optimizer
+        self.missed = missed
         self.master, self.grad = shard.master[low:high], shard.grad[low:high]
         self.state = {k: v[low:high] for k, v in shard.state.items()}
         self.used = None if shard.used is shard.master else shard.used[low:high]
@@ -50,6 +55,7 @@ class Stepper:
 
     optimizers  of one kind, with the settings of each parameter group
     number      which of them steps which parameter
+    missed      steps in which a parameter was left alone; its bias corrections count the others
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Stepper:
         self._store = store
         self._optimizers = optimizers
         self._number = number
+        self.missed: dict[str, int] = {}
         self._all_runs: WeakKeyDictionary[Shard, list[_Run]] = WeakKeyDictionary()
 
     @property
@@ -66,7 +73,7 @@ class Stepper:
         return self._optimizers[0].lr
 
     def build(self) -> None:
-        """The store was laid out anew; nothing is kept of the old one."""
+        """The store was laid out anew, or `missed` set; nothing is kept of the old one."""
         self._all_runs.clear()
 
     def step(self, updates: int, factor: float, coefficient: float, unused: frozenset[str]) -> None:
@@ -88,12 +95,16 @@ class Stepper:
             for shard in self._store.shards:
                 gpu = on_gpu(shard.master, shard.grad)
                 for part in self._runs(shard, unused):
-                    (self._on_gpu if gpu else self._on_host)(shard, part, how)
+                    own = how._replace(step=step - part.missed)
+                    (self._on_gpu if gpu else self._on_host)(shard, part, own)
                 # Travels while the next one is stepped.
                 works.append(self._store.publish(shard, rounded=gpu))
         for work in works:
             if work is not None:
                 work.wait()
+        if unused:  # the same on all ranks
+            self.missed |= {name: self.missed.get(name, 0) + 1 for name in unused}
+            self._all_runs.clear()
 
     def _on_gpu(self, shard: Shard, part: _Run, how: _How) -> None:
         name, numbers = part.optimizer.on_gpu(part.optimizer.lr * how.factor, how.step)
@@ -131,15 +142,15 @@ class Stepper:
         """Neighbouring pieces with one optimizer, as one."""
         if not unused and shard in self._all_runs:
             return self._all_runs[shard]
-        ends: list[tuple[int, int, Optimizer]] = []
+        ends: list[tuple[int, int, Optimizer, int]] = []
         for piece in shard.pieces:
             if piece.name in unused:
                 continue
-            optimizer = self._optimizers[self._number[piece.name]]
-            if ends and ends[-1][1] == piece.low and ends[-1][2] is optimizer:
-                ends[-1] = (ends[-1][0], piece.high, optimizer)
+            like = self._optimizers[self._number[piece.name]], self.missed.get(piece.name, 0)
+            if ends and ends[-1][1] == piece.low and ends[-1][2:] == like:
+                ends[-1] = (ends[-1][0], piece.high, *like)
             else:
-                ends.append((piece.low, piece.high, optimizer))
+                ends.append((piece.low, piece.high, *like))
         runs = [_Run(shard, *end) for end in ends]
         if not unused:
             self._all_runs[shard] = runs
@@ -156,17 +167,18 @@ class Stepper:
             if piece.name in unused:
                 continue
             optimizer = self._optimizers[self._number[piece.name]]
+            own = step - self.missed.get(piece.name, 0)
             w = shard.master[piece.low : piece.high]
             g, work = (_like(w) for _ in "gw")
             state = {k: v[piece.low : piece.high] for k, v in shard.state.items()}
             if isinstance(optimizer, LAMB) and on_gpu(w, shard.grad):
-                name, numbers = optimizer.direction_on_gpu(step)
+                name, numbers = optimizer.direction_on_gpu(own)
                 grad = shard.grad[piece.low : piece.high]
                 run(name, w, grad, coefficient, state | {"direction": g}, numbers)
             else:
                 self._gradient(shard, piece.low, piece.high, coefficient, g)
                 with _computed(w, state) as (wide, moments):
-                    optimizer.direction(wide, g, moments, step, work)
+                    optimizer.direction(wide, g, moments, own, work)
             held.append((piece, w, g, state))
             parts += [whole(w, 2 * number[piece.name]), whole(g, 2 * number[piece.name] + 1)]
         norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))

@@ -28,6 +28,7 @@ class TorchOptimizer:
     names: tuple[tuple[str, ...], ...]  # parameters of each
 
     slots: ClassVar[tuple[str, ...]] = ()
+    kept: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def of(cls, optimizer: Any, named: Mapping[int, str]) -> TorchOptimizer:
@@ -69,6 +70,7 @@ class TorchStepper:
         self._dtypes: dict[str, Any] = {}
         self._pieces: list[tuple[Piece, Any, Any]] = []  # with its tensor and gradient
         self._factor = 1.0  # of the learning rate, in the last step
+        self.missed: dict[str, int] = {}  # torch counts the steps of each parameter itself
 
     @property
     def lr(self) -> float:

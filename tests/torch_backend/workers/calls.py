@@ -232,6 +232,8 @@ def all_to_alls() -> None:
         out = torch.empty_like(mine)
         dist.all_to_all_single(out, mine)
         same(out, torch.cat([torch.full((count,), 10.0 * s + me()) for s in range(n())]))
+        dist.all_to_all_single(mine, mine)  # in place
+        same(mine, out)
     sends = [(me() + d) % 3 for d in range(n())]
     receives = [(s + me()) % 3 for s in range(n())]
     mine = torch.cat([torch.full((k, 2), 10.0 * me() + d) for d, k in enumerate(sends)])

@@ -1,0 +1,49 @@
+"""Which parameters have a gradient: on no rank at all, or on this rank in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class Usage:
+    """What a bucketer knows of gradients that may be missing.
+
+    find_unused   they may be
+    static_graph  the same are missing in every step: those of the first in which all ranks had data
+    usual         with a static graph, what becomes ready on this rank; None until it is known
+    """
+
+    def __init__(
+        self, comm: Communicator, names: Sequence[str], find_unused: bool, static_graph: bool
+    ) -> None:
+        self.find_unused = find_unused
+        self.usual: frozenset[str] | None = None
+        self._comm = comm
+        self._names = names
+        self._static_graph = static_graph
+        self._nowhere: frozenset[str] = frozenset()
+
+    def nowhere(
+        self, touched: Collection[str], seen: Collection[str], absent: bool
+    ) -> frozenset[str]:
+        """The names that have a gradient on no rank: one reduction of a bitmap, or none where the
+        graph is static and known. Collective.
+
+        touched  have a gradient here since the last reduction
+        seen     those of them that became ready in this pass
+        absent   this rank has no data
+        """
+        if self.find_unused and self.usual is None:
+            used = np.array([*(name in touched for name in self._names), absent], np.uint8)
+            self._comm.all_reduce(used, "max")
+            flags = used.tolist()
+            self._nowhere = frozenset(n for n, u in zip(self._names, flags, strict=False) if not u)
+            if self._static_graph and not flags[-1]:  # all ranks learn it, or none
+                self.usual = frozenset(seen)
+        return self._nowhere

@@ -1,0 +1,48 @@
+"""What is one batch, what is several, and how one is cut."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from collectives.train.batches import each_array, micro_batches, samples
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+X, Y = np.arange(6), np.arange(6) * 10
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], Pair(X, Y), {"x": X, "y": Y}, [X, {"y": Y}]])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_one_batch_is_cut_along_its_first_axis(batch, parts):
+    """Also a list of arrays, as torch's DataLoader makes, and a named tuple."""
+    cut = micro_batches(batch, parts)
+    assert [type(part) for part in cut] == [type(batch)] * parts
+    assert [samples(part) for part in cut] == [len(x) for x in np.array_split(X, parts)]
+    seen: list[int] = []
+    for part in cut:
+        each_array(part, lambda x: seen.extend(x.tolist()))
+    assert sorted(seen) == sorted([*X.tolist(), *Y.tolist()])
+
+
+@pytest.mark.parametrize(
+    "batches", [[(X, Y), (Y, X)], [None, (X,)], [{"x": X}, {"x": Y}], [[X, Y], [X, Y]], [None] * 2]
+)
+def test_a_list_of_batches_is_the_micro_batches(batches):
+    assert micro_batches(batches, 2) == batches
+    with pytest.raises(ValueError, match="a list of 2 micro-batches, accumulate=3"):
+        micro_batches(batches, 3)
+
+
+@pytest.mark.torch
+def test_what_a_data_loader_makes():
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    (batch,) = torch.utils.data.DataLoader(data, batch_size=6)
+    assert [part[1].tolist() for part in micro_batches(batch, 2)] == [[0, 10, 20], [30, 40, 50]]

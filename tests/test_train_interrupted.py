@@ -1,0 +1,183 @@
+"""Steps that raise: nothing of them is left, and no rank waits for what will not come."""
+
+from __future__ import annotations
+
+import time
+
+import models
+import numpy as np
+import pytest
+from training import NODES, batches, make
+from worlds import outcomes
+
+import collectives as cc
+from collectives.bucketing import Bucketer
+
+STAGES = [(0, None), (2, None), (3, None), (3, "node")]
+
+
+class Fault(Exception):
+    """What a model raises."""
+
+
+def faulty(raises):
+    """The model, which raises where raises(call, rank, name) is true: at each gradient, or before
+    any with name None. `call` counts forward passes of the rank.
+    """
+    calls: dict[int, int] = {}
+
+    def function(params, batch, emit):
+        rank = int(batch[2][0])
+        calls[rank] = calls.get(rank, -1) + 1
+
+        def careful(name, grad):
+            if raises(calls[rank], rank, name):
+                raise Fault("of the model")
+            emit(name, grad)
+
+        careful.scale = emit.scale
+        params["w1"].sum()  # under stage 3 something is gathered
+        if raises(calls[rank], rank, None):
+            raise Fault("of the model")
+        return models.loss_and_grads(params, batch[:2], careful)
+
+    return function
+
+
+def batch_of(comm, step=0):
+    x, y = list(batches(step + 1))[step]
+    part = models.part_of((x, y), comm.rank, comm.size)
+    return (*part, np.full(len(part[0]), comm.rank))
+
+
+@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("call", "where"), [(0, None), (0, "b1"), (1, None), (1, "scale"), (4, "w1"), (5, None)]
+)
+def test_the_next_step_is_as_if_it_had_never_been(n, mode, call, where):
+    """The model raises in micro-batch 1 or 2, in the first step or later, on all ranks."""
+
+    def body(comm, fails):
+        function = faulty(lambda at, rank, name: fails and (at, name) == (call, where))
+        trainer = make(comm, mode, function=function, accumulate=2)
+        done = []
+        while len(done) < 4:
+            try:
+                done.append(trainer.step(batch_of(comm, len(done))))
+            except Fault:
+                fails = False
+        gathers = trainer._gatherer and trainer._gatherer._record
+        return [(m.loss, m.grad_norm) for m in done], gathers, models.bits(trainer.parameters())
+
+    wanted = cc.run_threads(n, body, False, nodes=NODES[n], timeout=20)
+    assert cc.run_threads(n, body, True, nodes=NODES[n], timeout=20) == wanted
+
+
+@pytest.mark.parametrize("mode", STAGES)
+def test_parameters_can_be_asked_for_after_a_step_that_raised(mode):
+    """Also by a rank that raised alone: it is told that the others wait in the step."""
+
+    def body(comm, alone):
+        function = faulty(lambda call, rank, name: call == 1 and rank >= alone and name is None)
+        trainer = make(comm, mode, function=function, accumulate=2)
+        before = models.bits(trainer.parameters())
+        with pytest.raises((Fault, cc.CollectiveError)):
+            trainer.step(batch_of(comm))
+        try:
+            with trainer.gathered() as whole:
+                assert models.bits(whole) == before
+            return models.bits(trainer.parameters()) == before
+        except cc.CollectiveError as error:
+            return str(error)
+
+    assert cc.run_threads(3, body, 0, nodes=NODES[3], timeout=20) == [True] * 3
+    assert "Fault: of the model" in cc.run_threads(3, body, 2, nodes=NODES[3], timeout=100)[2]
+
+
+@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize("where", [None, "b1", "w1"])
+@pytest.mark.parametrize("call", [0, 1, 5])
+def test_where_one_rank_alone_raises_all_hear_of_it(mode, where, call):
+    """At once, also where it goes on: under stage 3 others wait for its part of the parameters."""
+
+    def body(comm):
+        function = faulty(lambda *at: at == (call, 1, where))
+        trainer = make(comm, mode, function=function, accumulate=2)
+        raised = []
+        for step in range(5):
+            try:
+                trainer.step(batch_of(comm, step))
+            except (Fault, cc.CollectiveError) as error:
+                raised.append(error)
+        return raised
+
+    began = time.monotonic()
+    found = cc.run_threads(3, body, nodes=NODES[3], timeout=100)
+    assert time.monotonic() - began < 30
+    assert [type(e) for e in found[1]].count(Fault) == 1
+    for raised in found:
+        assert "Fault: of the model" in str(raised[-1]), raised
+
+
+@pytest.mark.parametrize("transient", [False, True])
+def test_buckets_forget_what_a_pass_that_raises_has_left(transient):
+    def body(comm):
+        sums = {}
+
+        def reduce(bucket):
+            out = sums[bucket.slots[0].name] = np.empty(bucket.count)
+            return comm.all_reduce(bucket.buffer, out=out, async_op=True)
+
+        given = {name: np.zeros(3) for name in "ab"}
+        bucketer = Bucketer(
+            comm, given, bucket_bytes=1, first_bucket_bytes=1, transient=transient, reduce=reduce
+        )
+        with pytest.raises(Fault), bucketer.no_sync():
+            bucketer.ready("a", np.full(3, 50.0))
+            raise Fault
+        for name in "ba":
+            bucketer.ready(name, np.ones(3))
+        bucketer.finish()
+        return [float(sums[name][0]) for name in "ab"]
+
+    assert cc.run_threads(2, body, timeout=20) == [[2.0, 2.0]] * 2
+
+
+def test_a_pass_that_is_discarded_after_buckets_were_launched():
+    def body(comm):
+        given = {name: np.zeros(3) for name in "ab"}
+        bucketer = Bucketer(comm, given, bucket_bytes=1, first_bucket_bytes=1)
+        bucketer.ready("b", np.ones(3))
+        if comm.rank == 1:
+            assert bucketer.discard(Fault("of backward"))
+            return None
+        bucketer.ready("a", np.ones(3))
+        return bucketer.finish()
+
+    ended = outcomes(2, body, timeout=100)
+    assert isinstance(ended[0], cc.AbortedError)
+    assert "rank 1 gave up a pass: Fault: of backward" in str(ended[0])
+
+
+def test_micro_batches_without_samples_are_no_data():
+    """A mean over nothing is NaN: the model is not asked for it."""
+
+    def function(params, batch, emit):
+        assert batch[0].any()
+        return models.loss_and_grads(params, batch, emit)
+
+    def body(comm, mode):
+        x, y = models.data(12)
+        trainer = make(
+            comm, mode, function=function, accumulate=2, normalize="tokens",
+            count=lambda batch: int((batch[0] != 0).any(axis=1).sum()),
+        )  # fmt: skip
+        whole, padding = (x, y), (np.zeros_like(x), y)
+        step = trainer.step([padding, whole] if comm.rank else [whole, padding])
+        trainer.step([padding, padding] if comm.rank else [whole, whole])
+        return step.loss, step.grad_norm, models.bits(trainer.parameters())
+
+    found = [cc.run_threads(2, body, mode, nodes=[0, 1], timeout=20)[0] for mode in STAGES]
+    assert np.isfinite(found[0][:2]).all()
+    assert all(f == found[0] for f in found)
