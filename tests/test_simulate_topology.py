@@ -54,6 +54,18 @@ def test_a_file_is_read(tmp_path):
     assert topology.nodes_of_ranks == [0, 0, 1, 1]
 
 
+def test_links_side_by_side_count_as_one(tmp_path):
+    topology = read(tmp_path, GOOD.replace("bandwidth: 100 GB/s", "bandwidth: 100 GB/s, count: 4"))
+    assert topology.links[0].bandwidth == 400e9
+
+
+def test_fewer_nodes_have_fewer_faults():
+    topology = simulate.read(RACKS)
+    assert [f.node for f in topology.faults] == [2, 5]
+    assert [f.node for f in topology.with_nodes(3).faults] == [2]
+    assert with_ranks(topology, 3).faults == ()
+
+
 def test_uneven_nodes(tmp_path):
     topology = read(tmp_path, GOOD.replace("nodes: 2\ngpus: 2", "gpus: [3, 2, 1]"))
     assert topology.nodes_of_ranks == [0, 0, 0, 1, 1, 2]
@@ -135,6 +147,13 @@ def test_a_broken_nic_is_gone_round(tmp_path):
     whole = simulate.simulate("ring", "all_reduce", 1 << 24, read(tmp_path, GOOD))
     broken = simulate.simulate("direct_two_shot", "all_reduce", 1 << 24, topology)
     assert broken.seconds > whole.seconds
+
+
+def test_a_way_round_takes_the_latency_of_both_parts(tmp_path):
+    """Inside the node up and down, 1 us each, then by cable up and down, 2 us each."""
+    text = GOOD + "faults:\n  - {link: cable, node: 0, gpu: 0, broken: true}\n"
+    routes = Network(read(tmp_path, text)).routes(np.array([0, 1]), np.array([2, 2]))
+    assert routes.latency_s == pytest.approx([6e-6, 4e-6])
 
 
 def test_a_broken_switch_link_goes_by_the_network(tmp_path):

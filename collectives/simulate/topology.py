@@ -117,7 +117,9 @@ class Topology:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def with_nodes(self, nodes: int) -> Topology:
-        """The same with another number of nodes. Raises ConfigError where that cannot be."""
+        """The same with another number of nodes, without faults on nodes that it has not. Raises
+        ConfigError where that cannot be.
+        """
         if nodes < 1:
             raise ConfigError(f"{self.name} with {nodes} nodes: there must be at least one")
         if len(self.gpus) > 1 and nodes != self.nodes:
@@ -125,9 +127,9 @@ class Topology:
                 f"{self.name} lists the GPUs of each of its {self.nodes} nodes, so it cannot have "
                 f"{nodes}; give one number of gpus for all of them"
             )
-        made = replace(self, nodes=nodes)
-        _check_faults(made)
-        return made
+        counts = self.gpus * nodes if len(self.gpus) == 1 else self.gpus
+        here = tuple(f for f in self.faults if f.node < nodes and f.gpu < counts[f.node])
+        return replace(self, nodes=nodes, faults=here)
 
 
 def with_ranks(topology: Topology, ranks: int) -> Topology:
