@@ -5,6 +5,7 @@ symmetry.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -312,6 +313,18 @@ def test_symmetry_is_an_upper_bound_where_ways_differ():
     all_ = simulate.simulate(name, "all_reduce", 100_000, topology, symmetric=False)
     assert one.method == simulator.APPROXIMATE
     assert all_.seconds <= one.seconds <= all_.seconds * 1.2
+
+
+def test_symmetry_takes_the_longest_way_wherever_it_leads():
+    """Here the nearest other node is the farthest: over a leaf of 20 us, to others it is 2 us."""
+    base = nodes_of(4, 2)
+    devices = (*base.devices[:2], Device("leaf", "node", 2), base.devices[2])
+    slow = Link("near", "gpu", "leaf", 10 * GB, 1e-5, 5e-8)
+    topology = replace(base, devices=devices, links=(base.links[0], slow, base.links[1]))
+    one = simulate.simulate("ring", "all_gather", 8, topology, symmetric=True)
+    all_ = simulate.simulate("ring", "all_gather", 8, topology, symmetric=False)
+    assert one.method == simulator.APPROXIMATE
+    assert all_.seconds <= one.seconds
 
 
 def test_symmetry_is_refused_where_there_is_none():
