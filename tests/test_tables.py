@@ -162,6 +162,18 @@ def test_what_leaves_a_node_counts_once_for_its_link():
     assert bytes_of("recursive_doubling") == 4 * nbytes
 
 
+def test_what_leaves_a_node_is_not_sent_within_it():
+    """Each of a node's two ranks sends half a vector within it, twice, and a quarter to the other
+    node, twice. Nothing is near where each rank is a node.
+    """
+    near, far = work.shares("hierarchical(direct_two_shot, ring)", "all_reduce", (0, 0, 1, 1))
+    assert (near.sent, far.sent) == (1.0, 1.0)
+    near, _ = work.shares("ring", "all_gather", (0, 1, 2))
+    assert near.sent == 0.0
+    _, over_mpi = work.work_of("ring", "all_gather", 3 << 20, (0, 1, 2), "mpi")
+    assert over_mpi.near_sent == 2 << 20
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
