@@ -10,7 +10,7 @@ from commands import run
 
 from collectives import simulate
 from collectives.errors import ConfigError
-from collectives.simulate import training
+from collectives.simulate import traffic, training
 from collectives.simulate.topology import Device, Engine, Fault, Link, Topology
 
 pytest.importorskip("yaml", reason="topology files need PyYAML")
@@ -291,6 +291,18 @@ def test_what_cannot_be_is_said_before_the_table(capsys, tmp_path, arguments, me
     status, out, err = run(capsys, "simulate", "training", *words)
     assert (status, out) == (2, "")
     assert message in err
+
+
+def test_what_was_too_large_is_told_and_replaced(capsys, monkeypatch):
+    """By what takes as few steps; the table names it."""
+    training._network.cache_clear()
+    monkeypatch.setattr(traffic, "_MOST_TRANSFERS", 900)
+    arguments = ("simulate", "training", "--params", "1e8", "--sharding", "ddp")
+    status, out, err = run(capsys, *arguments, "--ranks", "24")
+    training._network.cache_clear()
+    assert status == 0, err
+    assert "hierarchical(direct_two_shot, double_binary_tree)\n" in out
+    assert "# left out: all_reduce: too large to follow rank by rank, and hierarchical(" in out
 
 
 def test_an_uneven_topology_without_hybrid(capsys, tmp_path):

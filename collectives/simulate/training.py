@@ -41,6 +41,11 @@ from .simulator import Simulator, candidates
 from .topology import Fault, Topology, with_ranks
 
 _LARGE = 128
+# What takes as few steps as halving_doubling, where that is too large to be followed.
+_INSTEAD = {
+    "all_reduce": ("hierarchical(direct_two_shot, double_binary_tree)",),
+    "all_gather": ("hierarchical(direct_two_shot, bruck)",),
+}
 _MOST_CALLS = 1_000_000  # of a step: seconds, and 100 MB
 SHARDINGS = ("ddp", "zero-1", "zero-2", "zero-3", "hybrid")
 
@@ -152,12 +157,14 @@ class _Network:
         names = [self._algorithm] if self._algorithm else _worthwhile(collective, topology)
         made = []
         why = ""
+        instead = () if self._algorithm else _INSTEAD.get(collective, ())
         for name in names:
             try:
                 made.append(_simulator(name, collective, topology))
             except UnsupportedError as error:
                 why = str(error)
                 self.left_out.setdefault((collective, group), []).append(f"{collective}: {why}")
+                names += [n for n in instead if n not in names]
         if not made:
             raise UnsupportedError(
                 f"nothing can do {collective} for {topology.nranks} ranks: {why}"
