@@ -10,6 +10,7 @@ they combine, dashed where they store.
 
 from __future__ import annotations
 
+import collections
 import colorsys
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -243,7 +244,7 @@ def _svg(schedule: Schedule) -> str:
     lane = {rank: _TOP + 24 + i * _LANE for i, rank in enumerate(order)}
     bottom = _TOP + 24 + (n - 1) * _LANE + 24
     left = _LEFT + (_NODE_LEFT if len(set(nodes)) > 1 else 0)
-    column = _WIDE if max((_fan(found) for found in shown), default=0) > 2 else _COLUMN
+    column = _WIDE if fan(shown) > 2 else _COLUMN
     right = left + max(1, len(shown)) * column
     legend = _svg_legend(schedule, bottom + 26)
     words = title(schedule)
@@ -275,10 +276,10 @@ def _svg(schedule: Schedule) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _fan(found: Sequence[Message]) -> int:
-    """The most messages that a rank sends."""
-    senders = [m.src for m in found]
-    return max((senders.count(rank) for rank in set(senders)), default=0)
+def fan(rounds: Sequence[Sequence[Message]]) -> int:
+    """The most messages that a rank sends in a round."""
+    counts = (collections.Counter(m.src for m in found).values() for found in rounds)
+    return max((max(count, default=0) for count in counts), default=0)
 
 
 def _svg_lanes(
@@ -306,6 +307,31 @@ def _svg_lanes(
     return parts
 
 
+# How far along their arrows labels sit, the usual place first: those of arrows that go up further
+# than of those that go down, since they cross.
+_ALONG = {True: (0.27, 0.4, 0.53, 0.14, 0.66, 0.79), False: (0.4, 0.27, 0.53, 0.14, 0.66, 0.79)}
+
+
+def label_places(
+    arrows: Sequence[tuple[float, float, float, float]], widths: Sequence[float], height: float
+) -> list[tuple[float, float]]:
+    """Where the label of each arrow sits, so that as few as can be hide others. `arrows` are x1,
+    y1, x2, y2, y downwards; `widths` of their labels.
+    """
+    places: list[tuple[float, float]] = []
+    for (x1, y1, x2, y2), width in zip(arrows, widths, strict=True):
+        choices = [(x1 + (x2 - x1) * a, y1 + (y2 - y1) * a) for a in _ALONG[y2 > y1]]
+
+        def hidden(place: tuple[float, float], width: float = width) -> int:
+            return sum(
+                abs(x - place[0]) < (w + width) / 2 and abs(y - place[1]) < height
+                for (x, y), w in zip(places, widths, strict=False)
+            )
+
+        places.append(min(choices, key=hidden))
+    return places
+
+
 def _svg_round(
     number: int,
     span: tuple[int, int],
@@ -314,7 +340,10 @@ def _svg_round(
     nchunks: int,
 ) -> list[str]:
     labelled = len(found) <= _SVG_LABELS
-    lines, labels = [], []
+    ends = [(span[0] + _GAP, lane[m.src], span[1] - _GAP, lane[m.dst]) for m in found]
+    places = label_places(ends, [4 + 7.0 * len(m.label) for m in found], 13) if labelled else []
+    lines: list[str] = []
+    labels: list[str] = []
     for m in found:
         x1, x2 = span[0] + _GAP, span[1] - _GAP
         y1, y2 = lane[m.src], lane[m.dst]
@@ -342,10 +371,8 @@ def _svg_round(
         start = chunk_colour(drawn[0][0], nchunks)
         lines.append(f'<circle cx="{x1}" cy="{y1}" r="2.5" fill="{start}"/>')
         lines.append("</g>")
-        # Labels of arrows that go up sit further along than of those that go down: they cross.
-        along = 0.27 if y2 > y1 else 0.4
-        x, y = x1 + (x2 - x1) * along, y1 + (y2 - y1) * along
         if labelled:
+            x, y = places[len(labels) // 2]
             # Twice, the outline under the letters: paint-order is unknown to older renderers.
             place = f'x="{x:.1f}" y="{y + 4:.1f}"'
             text = f"{escape(m.label)}</text>"

@@ -8,32 +8,35 @@ import io
 
 import numpy as np
 
-from .drawing import SVG_RANKS, SVG_ROUNDS, chunk_colour, messages, title
+from .drawing import SVG_RANKS, SVG_ROUNDS, chunk_colour, fan, label_places, messages, title
 from .errors import ConfigError
 from .schedule import Schedule
 
 _LABELS = 40  # messages of a round, above which they have no labels
-_INCHES = (1.4, 0.42)  # of a round, and between two lanes
+_LANE = 0.42  # inches between two lanes
+_COLUMN = 1.4  # of a round, of one with more than two arrows from a rank _WIDE
+_WIDE = 2.6
+_WIDEST = 34.0  # of all rounds: some viewers show no picture of more than 8,192 pixels
 
 _Point = tuple[float, float]
 _Arrow = tuple[_Point, _Point, str]
 
 
-def _head(start: _Point, end: _Point) -> list[_Point]:
-    """The triangle at the end of an arrow."""
-    along = np.subtract(end, start) * _INCHES
+def _head(start: _Point, end: _Point, inches: _Point) -> list[_Point]:
+    """The triangle at the end of an arrow; `inches` of a round, and between two lanes."""
+    along = np.subtract(end, start) * inches
     along = 0.09 * along / np.hypot(*along)
     across = np.array([-along[1], along[0]]) * 0.4
-    back = np.asarray(end) - along / _INCHES
-    corners = (back + across / _INCHES, end, back - across / _INCHES)
+    back = np.asarray(end) - along / inches
+    corners = (back + across / inches, end, back - across / inches)
     return [(float(x), float(y)) for x, y in corners]
 
 
 def draw_png(schedule: Schedule) -> bytes:
     """A step diagram of `schedule`, as the bytes of a PNG file: a lane for each rank, a column for
     each round, an arrow for each message in the colour of its first chunk, solid where the receiver
-    combines, dashed where it stores. Ranks and rounds beyond what the SVG shows are left out, and
-    said so below.
+    combines, dashed where it stores. Ranks beyond what the SVG shows, and rounds beyond 34 inches,
+    are left out, and said so below.
 
     Raises ConfigError without matplotlib.
     """
@@ -48,12 +51,12 @@ def draw_png(schedule: Schedule) -> bytes:
 
     rounds = [messages(transfers) for transfers in schedule.rounds]
     shown = rounds[:SVG_ROUNDS]
+    inches = (_WIDE if fan(shown) > 2 else _COLUMN, _LANE)
+    shown = shown[: int(_WIDEST / inches[0])]
     nodes = list(schedule._core.node) or [0] * schedule.nranks
     order = sorted(range(schedule.nranks), key=lambda r: (nodes.index(nodes[r]), r))[:SVG_RANKS]
     lane = {rank: -i for i, rank in enumerate(order)}
-    figure = Figure(
-        figsize=(_INCHES[0] * (max(1, len(shown)) + 1), _INCHES[1] * (len(order) + 1.6))
-    )
+    figure = Figure(figsize=(inches[0] * (max(1, len(shown)) + 1), inches[1] * (len(order) + 1.6)))
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
@@ -74,14 +77,17 @@ def draw_png(schedule: Schedule) -> bytes:
             colour = chunk_colour(chunk, schedule.nchunks)
             start, end = (number + 0.1, lane[m.src]), (number + 0.9, lane[m.dst])
             (combining if m.combined else storing).append((start, end, colour))
-            if len(visible) <= _LABELS:
-                along = 0.27 if m.src < m.dst else 0.4
+        if len(visible) <= _LABELS:
+            ends = [(0.0, -lane[m.src], 0.8 * inches[0] / _LANE, -lane[m.dst]) for m in visible]
+            widths = [(0.04 + 0.07 * len(m.label)) / _LANE for m in visible]
+            places = label_places(ends, widths, 0.14 / _LANE)
+            for m, (along, down) in zip(visible, places, strict=True):
                 axes.text(
-                    start[0] + 0.8 * along,
-                    start[1] + (end[1] - start[1]) * along,
+                    number + 0.1 + along * _LANE / inches[0],
+                    -down,
                     m.label,
                     fontsize=7,
-                    color=colour,
+                    color=chunk_colour((m.combined + m.stored)[0], schedule.nchunks),
                     ha="center",
                     va="center",
                     zorder=5,
@@ -94,7 +100,7 @@ def draw_png(schedule: Schedule) -> bytes:
                 [a[:2] for a in arrows], colors=colours, linestyles=style, linewidths=1.3
             )
         )
-        heads = [_head(start, end) for start, end, _ in arrows]
+        heads = [_head(start, end, inches) for start, end, _ in arrows]
         axes.add_collection(PolyCollection(heads, facecolors=colours))
     notes = ["solid: combined with what the receiver holds; dashed: stored"]
     if len(nodes) > len(order):

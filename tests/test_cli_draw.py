@@ -26,6 +26,17 @@ def test_draw_a_ring(capsys):
     assert "2+: chunk 2 is combined" in out
 
 
+def test_files_of_unknown_kinds_are_refused(capsys, tmp_path):
+    file = tmp_path / "ring.pdf"
+    status, out, err = run(capsys, "draw", "ring", "all_reduce", "-o", file)
+    assert (status, out) == (2, "") and "nothing writes .pdf; end it with .svg" in err
+    assert not file.exists()
+    for name, more in (("ring.txt", ()), ("ring", ()), ("ring.pdf", ("--format", "svg"))):
+        status, _, err = run(capsys, "draw", "ring", "all_reduce", "-o", tmp_path / name, *more)
+        assert status == 0, err
+        assert (tmp_path / name).read_text().startswith("<svg" if more else "ring")
+
+
 def _all_schedules(ranks):
     for info, collective in itertools.product(collectives.algorithms(), _core.collectives):
         for n in ranks:

@@ -132,7 +132,8 @@ def test_command(command, tmp_path):
             source = tmp_path / program
             source.write_text("import collectives as cc\ncc.init().close()\n", encoding="utf-8")
         words[words.index(program)] = str(source)
-    whole = [sys.executable, *words[1:], *SHORT.get(words[3], [])]
+    short = [] if "--topology" in words else SHORT.get(words[3], [])
+    whole = [sys.executable, *words[1:], *short]
     predicted = words[3] == "explain" and "--measure" not in words  # which needs no GPU
     if "--device cuda" in command and not predicted and not _core.device_count()[0]:
         # As far as it goes: its options are right, and it says what is missing.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import collectives as cc
+from collectives.bench import machine
 from collectives.doctor import packages, system
 from collectives.doctor.findings import Finding, as_text
 from collectives.doctor.merging import diagnose, judge, read
@@ -313,3 +316,23 @@ def test_how_findings_are_shown():
     assert all(len(line) <= 100 for line in lines)
     assert lines[-3].strip() == "-> do this"
     assert lines[-1] == "1 ok, 1 problem"
+
+
+@pytest.mark.mpi
+def test_asking_mpi_leaves_no_segment(monkeypatch, tmp_path):
+    """Open MPI's segments of a world of one, which it puts into /dev/shm unless told otherwise."""
+    pytest.importorskip("mpi4py")
+    where = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI"))}
+    real = subprocess.run
+
+    def beside(command, env=None, **options):
+        return real(command, env={**(kept if env is None else env), **where}, **options)
+
+    monkeypatch.setattr(subprocess, "run", beside)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    (found,) = packages.mpi()
+    assert "no mpirun" in found.words, found
+    alone = SimpleNamespace(_bootstrap=SimpleNamespace(kind="self"))
+    assert machine.mpi(alone)["threads"].startswith("MPI_THREAD")
+    assert list(tmp_path.iterdir()) == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
 
 from collectives import cli, schedule
+from collectives.drawing import label_places
 from collectives.drawing_png import draw_png
 
 pytest.importorskip("matplotlib")
@@ -36,6 +38,25 @@ def test_png_grows_with_ranks_and_rounds():
 )
 def test_png_of_anything(name, collective, ranks, node):
     size(draw_png(schedule(name, collective, ranks, node=node)))
+
+
+def test_png_is_no_wider_than_viewers_show():
+    """Of 78 rounds those that have room are drawn, and the others told of."""
+    assert size(draw_png(schedule("ring", "all_reduce", 40)))[0] < 8192
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+def test_labels_do_not_hide_each_other(ranks):
+    """Of direct parts, where each rank sends to each: places are a label apart."""
+    arrows = [(0, 46 * a, 190, 46 * b) for a in range(ranks) for b in range(ranks) if a != b]
+    places = label_places(arrows, [18.0] * len(arrows), 13)
+    apart = [
+        abs(a[0] - b[0]) >= 18 or abs(a[1] - b[1]) >= 13
+        for a, b in itertools.combinations(places, 2)
+    ]
+    assert all(apart)
+    for (x1, y1, x2, y2), (x, y) in zip(arrows, places, strict=True):
+        assert (y - y1) * (x2 - x1) == pytest.approx((x - x1) * (y2 - y1))
 
 
 def test_draw_command_writes_png(tmp_path, capsys):

@@ -5,6 +5,7 @@ symmetry.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from collectives import _core, schedule, simulate
 from collectives.errors import ScheduleError, UnsupportedError
 from collectives.schedule import why_unsupported
-from collectives.simulate import simulator
+from collectives.simulate import simulator, traffic
 from collectives.simulate.topology import Device, Engine, Fault, Link, Topology
 
 GB = 1e9
@@ -147,6 +148,22 @@ def test_a_slow_gpu_combines_slowly():
     )
     share = (ranks - 1) / ranks * nbytes
     assert outcome.seconds == pytest.approx(ALPHA + share * BETA + 8 * share * GAMMA)
+
+
+def test_a_slow_gpu_sends_its_messages_slowly():
+    """Eight of them, each three times 1 us; those of others come sooner."""
+    slow = Fault("", 0, 0, slower=3)
+    topology = flat(9, message=1e-6, faults=[slow])
+    outcome = simulate.simulate("direct_one_shot", "all_reduce", 1, topology)
+    assert outcome.seconds == pytest.approx(ALPHA + 8 * (3e-6 + BETA), rel=1e-3)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_link_is_slow_both_ways(slow):
+    """Up from the root, down to the other."""
+    topology = flat(2, faults=[Fault("wire", slow, 0, slower=4)])
+    outcome = simulate.simulate("ring", "broadcast", 1_000_000, topology)
+    assert outcome.seconds == pytest.approx(ALPHA + 4 * 1_000_000 * BETA)
 
 
 # ---- the core ------------------------------------------------------------------------------------
@@ -298,6 +315,18 @@ def test_symmetry_is_an_upper_bound_where_ways_differ():
     assert all_.seconds <= one.seconds <= all_.seconds * 1.2
 
 
+def test_symmetry_takes_the_longest_way_wherever_it_leads():
+    """Here the nearest other node is the farthest: over a leaf of 20 us, to others it is 2 us."""
+    base = nodes_of(4, 2)
+    devices = (*base.devices[:2], Device("leaf", "node", 2), base.devices[2])
+    slow = Link("near", "gpu", "leaf", 10 * GB, 1e-5, 5e-8)
+    topology = replace(base, devices=devices, links=(base.links[0], slow, base.links[1]))
+    one = simulate.simulate("ring", "all_gather", 8, topology, symmetric=True)
+    all_ = simulate.simulate("ring", "all_gather", 8, topology, symmetric=False)
+    assert one.method == simulator.APPROXIMATE
+    assert all_.seconds <= one.seconds
+
+
 def test_symmetry_is_refused_where_there_is_none():
     tight = nodes_of(4, 2, spread=4.0)
     faulty = Topology(**{**vars(nodes_of(4, 2)), "faults": (Fault("cable", 1, 0, slower=2),)})
@@ -320,6 +349,34 @@ def test_further_segments_are_extrapolated(monkeypatch):
         monkeypatch.undo()
         assert short.extrapolated
         assert short.seconds == pytest.approx(full.seconds, rel=0.03), name
+
+
+# ---- how large a schedule is ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(60, 8), (13, 3), (100, 1), (6, 20)])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_sizes_of_schedules_are_foretold(nodes, gpus, collective):
+    """Within a third, but for wide nodes, where the transfers may be fewer."""
+    counts = [gpus] * nodes
+    node = [rank // gpus for rank in range(nodes * gpus)]
+    for name in simulate.candidates(collective, nodes_of(nodes, gpus)):
+        core = schedule(name, collective, nodes * gpus, node=node)._core
+        found = traffic.size_of(name, collective, counts)
+        assert found.messages == pytest.approx(core.messages().shape[1], rel=0.35), name
+        if gpus <= 8:
+            assert found.transfers == pytest.approx(sum(map(len, core.rounds)), rel=0.35), name
+
+
+def test_compositions_are_followed_above_two_thousand_ranks():
+    """Their messages are few: 75,312 for 2,456 ranks."""
+    counts = [8] * 307
+    for name in ("halving_doubling", "double_binary_tree", "recursive_doubling"):
+        composed = f"hierarchical(direct_two_shot, {name})"
+        assert traffic.can_follow(composed, "all_reduce", counts), name
+        assert traffic.size_of(composed, "all_reduce", counts).messages < 100_000
+    assert not traffic.can_follow("ring", "all_reduce", counts)
+    assert not traffic.can_follow("halving_doubling", "all_reduce", [8] * 12_500)
 
 
 # ---- large worlds --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`simulate`, `simulate training`, `compare --topology` and its page, end to end."""
+"""`simulate`, `compare --topology` and its page, end to end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from commands import run
 
 from collectives import simulate
 from collectives.errors import ConfigError
-from collectives.simulate import comparing, training
-from collectives.simulate.topology import Device, Engine, Fault, Link, Topology
+from collectives.simulate import comparing, traffic
 
 pytest.importorskip("yaml", reason="topology files need PyYAML")
 
+RACKS = Path(__file__).resolve().parents[1] / "examples/topologies/two-racks.yaml"
 RESULTS = Path(__file__).resolve().parents[1] / "bench/results"
-GB = 1e9
 
 
 # ---- simulate ------------------------------------------------------------------------------------
@@ -55,6 +54,7 @@ def test_simulate_prints_all_algorithms_the_fastest_first(capsys):
         (("--algorithm", "rong"), "did you mean 'ring'"),
         (("--root", "9"), "root 9 is out of range"),
         (("--algorithm", "bruck"), "bruck cannot do all_reduce"),
+        (("--algorithm", "auto"), "auto chooses by size; name an algorithm"),
         (("--algorithm", "binomial_tree", "--symmetric"), "cannot do all_reduce"),
     ],
 )
@@ -70,6 +70,29 @@ def test_simulate_needs_a_topology_that_there_is(capsys, tmp_path):
     bad.write_text("gpus: 8\n\nlinks: []\n", encoding="utf-8")
     status, _, err = run(capsys, "simulate", "all_reduce", "--topology", bad)
     assert status == 2 and "bad.yaml, line 1: the topology has no devices" in err
+
+
+def test_simulate_leaves_out_what_is_too_large(capsys, monkeypatch):
+    """The others are shown; one that was asked for by name is refused."""
+    monkeypatch.setattr(traffic, "_MOST_TRANSFERS", 60)
+    arguments = ("simulate", "all_reduce", "--topology", "dgx-h100", "--bytes", "1M")
+    status, out, err = run(capsys, *arguments)
+    assert status == 0, err
+    assert " double_binary_tree" in out and not re.search(r"^ +ring ", out, re.M)
+    assert re.search(r"^# left out: too large to follow .*ring over 8 ranks", out, re.M)
+    status, out, err = run(capsys, *arguments, "-a", "ring")
+    assert (status, out) == (2, "") and "too large to follow rank by rank, and ring" in err
+
+
+def test_fewer_nodes_than_have_faults(capsys):
+    """The example's faults are on nodes 2 and 5."""
+    arguments = ("all_reduce", "--topology", RACKS, "--bytes", "1M")
+    for command in ("simulate", "compare"):
+        status, out, err = run(capsys, command, *arguments, "--nodes", "1")
+        assert status == 0, err
+        assert "4 ranks" in out and ", without the faults of line 19, 20" in out
+        status, out, err = run(capsys, command, *arguments, "--nodes", "4")
+        assert status == 0 and ", without the faults of line 20" in out
 
 
 # ---- compare -------------------------------------------------------------------------------------
@@ -113,6 +136,14 @@ def test_compare_draws(capsys, tmp_path):
         (("--threads", "2", "--nodes", "1,2"), "only --topology can do"),
         (("barrier", "--topology", "dgx-h100"), "a barrier has none"),
         (("--topology", "dgx-h100", "--only", "rong"), "did you mean 'ring'"),
+        (("--topology", "dgx-h100", "--only", "auto"), "auto chooses by size"),
+        (("--topology", "dgx-h100", "--fit"), "--fit goes without --topology"),
+        (("--topology", "dgx-h100", "--peer", "nccl"), "--peer goes without --topology"),
+        (("--topology", "dgx-h100", "--device", "cuda"), "--device goes without --topology"),
+        (("--topology", "dgx-h100", "--ranks", "16"), "--ranks goes without --topology"),
+        (("--topology", "dgx-h100", "-f", "2"), "--stepfactor goes without --topology"),
+        (("--topology", "dgx-h100", "--symmetric"), "--symmetric goes without --topology"),
+        (("--topology", "dgx-h100", "-b", "1K", "--bytes", "1K"), "both give sizes"),
         (("--topology", "dgx-h100", "--json", "/proc/x"), "/proc/x cannot be written: No such"),
         (("--topology", "dgx-h100", "--measured", "/none"), "/none: it cannot be read: No such"),
         (("--topology", "dgx-h100", "--only", "bruck"), "nothing can do all_reduce with 1 nodes"),
@@ -223,144 +254,3 @@ def test_the_page_draws_in_a_browser(page_file, tmp_path):
     for name in ("hierarchical(direct_two_shot, ring)", "double_binary_tree", "Open MPI"):
         assert f">{name}" in body or name in body
     assert re.search(r'class="legendtext"[^>]*>direct_one_shot<', dom)
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-def lone(ranks, gbit, *, flops=1e15):
-    """One GPU a node, with a NIC of so many Gb/s."""
-    return Topology(
-        "lone",
-        ranks,
-        (1,),
-        (Device("gpu"), Device("fabric", "all")),
-        (Link("nic", "gpu", "fabric", gbit * 1e9 / 8, 1e-6),),
-        flops=flops,
-        engine=Engine(4 << 20, 4, 4),
-        file="lone.yaml",
-    )
-
-
-@pytest.mark.parametrize(("gbit", "seconds"), [(200, 1.1), (400, 0.56)])
-def test_published_all_reduce_of_14_gb(gbit, seconds):
-    """Gradients of 7e9 parameters in 16 bits over a ring of many nodes."""
-    outcome = simulate.simulate("ring", "all_reduce", 14_000_000_000, lone(64, gbit))
-    assert outcome.seconds == pytest.approx(seconds, rel=0.03)
-
-
-def test_published_efficiency_of_one_node():
-    """95-99 % on 8 GPUs on NVLink, with the slowest of them 2 % behind."""
-    job = training.Job(params=7e9, jitter=0.01)
-    step = training.step(job, simulate.load("dgx-h100"), 8, "ddp")
-    assert 0.95 <= step.efficiency <= 0.99
-
-
-def test_published_efficiency_of_a_thousand():
-    """70-90 % at 1,000 GPUs: with ranks that vary by 5 %, and with shards to gather."""
-    topology = simulate.load("dgx-h100")
-    ddp = training.step(training.Job(params=7e9, jitter=0.05), topology, 1024, "ddp")
-    assert 0.70 <= ddp.efficiency <= 0.90
-    zero = training.step(training.Job(params=7e9, jitter=0.01), topology, 1024, "zero-1")
-    assert 0.70 <= zero.efficiency <= 0.90
-
-
-def test_one_bucket_is_exposed_in_full():
-    """A single bucket is full when backward ends; n - 1 rounds twice over the wire."""
-    job = training.Job(params=1e9, bucket_bytes=1e12, algorithm="ring")
-    topology = lone(4, 400)
-    step = training.step(job, topology, 4, "ddp")
-    wire = 2 * 3 / 4 * 2e9 / (50 * GB)
-    assert step.compute_s == pytest.approx(6 * 1e9 * 4096 / (1e15 * 0.5))
-    assert step.exposed_s == pytest.approx(wire, rel=1e-3)
-    assert step.seconds == pytest.approx(step.compute_s + step.exposed_s)
-
-
-def test_buckets_hide_communication_and_what_cannot_be_hidden_stays():
-    topology = lone(8, 400)
-    job = training.Job(params=1e9)
-    hidden = training.step(job, topology, 8, "ddp")
-    after = training.step(training.Job(params=1e9, overlap=False), topology, 8, "ddp")
-    assert after.exposed_s == pytest.approx(after.communication_s)
-    assert hidden.exposed_s < after.exposed_s
-    # Computing so short that the network is the limit: all but the first bucket's wait is exposed.
-    tiny = training.Job(params=1e9, tokens=1)
-    limited = training.step(tiny, topology, 8, "ddp")
-    assert limited.exposed_s == pytest.approx(limited.communication_s, rel=0.02)
-
-
-def test_shardings_send_what_they_should():
-    """ZeRO-1 and 2 as much as DDP, ZeRO-3 1.5 times that (Rajbhandari et al., section 7)."""
-    topology = lone(8, 100)
-    job = training.Job(params=4e9, algorithm="ring", bucket_bytes=4e9 * 2 / 32)
-    sent = {
-        s: training.step(job, topology, 8, s).communication_s
-        for s in ("ddp", "zero-1", "zero-2", "zero-3")
-    }
-    assert sent["zero-1"] == pytest.approx(sent["ddp"], rel=0.01)
-    assert sent["zero-3"] == pytest.approx(1.5 * sent["ddp"], rel=0.01)
-    more = training.Job(params=4e9, algorithm="ring", bucket_bytes=4e9 * 2 / 32, accumulate=4)
-    ddp, two = (training.step(more, topology, 8, s) for s in ("ddp", "zero-2"))
-    assert ddp.communication_s == pytest.approx(sent["ddp"])  # once a step
-    assert two.communication_s == pytest.approx(sent["ddp"] * (4 + 1) / 2, rel=0.01)
-
-
-def test_hybrid_keeps_gathering_within_the_node():
-    topology = simulate.load("dgx-h100")
-    job = training.Job(params=7e9)
-    hybrid, zero = (training.step(job, topology, 64, s) for s in ("hybrid", "zero-3"))
-    assert hybrid.exposed_s < zero.exposed_s
-    alone = training.step(job, topology, 8, "hybrid")
-    assert alone.communication_s == pytest.approx(
-        training.step(job, topology, 8, "zero-3").communication_s
-    )
-
-
-def test_a_straggler_holds_up_the_step():
-    topology = lone(4, 400)
-    slow = Topology(**{**vars(topology), "faults": (Fault("", 1, 0, slower=1.5),)})
-    step = training.step(training.Job(params=1e9), slow, 4, "ddp")
-    assert step.waiting_s == pytest.approx(0.5 * step.compute_s)
-
-
-def test_one_gpu_is_all_efficient():
-    for sharding in training.SHARDINGS:
-        step = training.step(training.Job(params=1e9, jitter=0.1), lone(1, 400), 1, sharding)
-        assert step.efficiency == pytest.approx(1)
-
-
-def test_training_command(capsys):
-    status, out, err = run(
-        capsys, "simulate", "training", "--params", "7e9", "--ranks", "8..64", "--sharding", "ddp",
-        "--sharding", "hybrid",
-    )  # fmt: skip
-    assert status == 0, err
-    rows = [line.split() for line in out.splitlines() if not line.startswith("#")]
-    assert [(r[0], r[1]) for r in rows] == [
-        (s, n) for s in ("ddp", "hybrid") for n in ("8", "16", "32", "64")
-    ]
-    assert all(0 < float(r[-1]) <= 100 for r in rows)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--params", "many"), "no positive number such as 7e9"),
-        (("--params", "-1"), "no positive number"),
-        (("--ranks", "12"), "12 ranks do not fill nodes of 8 GPUs"),
-        (("--sharding", "zero-4"), "did you mean 'zero-"),
-        (("--mfu", "0"), "mfu is 0.0"),
-        (("--mfu", "2"), "not between 0 and 1"),
-        (("--bucket", "25"), "has no unit"),
-        (("--algorithm", "binomial_tree"), "nothing can do all_reduce"),
-    ],
-)
-def test_training_says_what_is_wrong(capsys, arguments, message):
-    status, _, err = run(capsys, "simulate", "training", *arguments)
-    assert status == 2
-    assert message in err
-
-
-def test_training_needs_the_speed_of_gpus():
-    with pytest.raises(ConfigError, match="does not say how fast its GPUs are"):
-        training.step(training.Job(params=1e9), lone(2, 100, flops=0), 2, "ddp")

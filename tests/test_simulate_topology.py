@@ -54,6 +54,18 @@ def test_a_file_is_read(tmp_path):
     assert topology.nodes_of_ranks == [0, 0, 1, 1]
 
 
+def test_links_side_by_side_count_as_one(tmp_path):
+    topology = read(tmp_path, GOOD.replace("bandwidth: 100 GB/s", "bandwidth: 100 GB/s, count: 4"))
+    assert topology.links[0].bandwidth == 400e9
+
+
+def test_fewer_nodes_have_fewer_faults():
+    topology = simulate.read(RACKS)
+    assert [f.node for f in topology.faults] == [2, 5]
+    assert [f.node for f in topology.with_nodes(3).faults] == [2]
+    assert with_ranks(topology, 3).faults == ()
+
+
 def test_uneven_nodes(tmp_path):
     topology = read(tmp_path, GOOD.replace("nodes: 2\ngpus: 2", "gpus: [3, 2, 1]"))
     assert topology.nodes_of_ranks == [0, 0, 0, 1, 1, 2]
@@ -93,6 +105,17 @@ def test_pcie_shares_links():
     topology = simulate.load("pcie-100gbe")
     assert way(topology, 0, 1) == ["pcie of gpu 0, up", "pcie of gpu 1, down"]
     assert way(topology, 1, 2)[1] == way(topology, 0, 2)[1] == "pcie-up of plx 0, up"
+
+
+def test_the_last_leaf_has_as_many_links_up_as_the_others(tmp_path):
+    """Five nodes in leaves of two: the last leaf is for two nodes as well."""
+    text = GOOD.replace("nodes: 2", "nodes: 5").replace(
+        "fabric: {per", "leaf: {per: 2 nodes}\n  fabric: {per"
+    )
+    text = text.replace("to: fabric", "to: leaf")
+    text += "  - {name: up, from: leaf, to: fabric, oversubscription: 2, latency: 1 us}\n"
+    network = Network(read(tmp_path, text))
+    assert network.capacity[dict(network.links_by_kind())["up"]] == pytest.approx(4 * 12.5e9 / 2)
 
 
 def test_the_example_has_what_it_says():
@@ -137,6 +160,13 @@ def test_a_broken_nic_is_gone_round(tmp_path):
     assert broken.seconds > whole.seconds
 
 
+def test_a_way_round_takes_the_latency_of_both_parts(tmp_path):
+    """Inside the node up and down, 1 us each, then by cable up and down, 2 us each."""
+    text = GOOD + "faults:\n  - {link: cable, node: 0, gpu: 0, broken: true}\n"
+    routes = Network(read(tmp_path, text)).routes(np.array([0, 1]), np.array([2, 2]))
+    assert routes.latency_s == pytest.approx([6e-6, 4e-6])
+
+
 def test_a_broken_switch_link_goes_by_the_network(tmp_path):
     text = GOOD + "faults:\n  - {link: inside, node: 0, gpu: 0, broken: true}\n"
     assert way(read(tmp_path, text), 0, 1) == ["cable of gpu 0, up", "cable of gpu 1, down"]
@@ -179,6 +209,12 @@ _LINK = "  - {name: inside, from: gpu, to: switch, bandwidth: 100 GB/s, latency:
         ("latency: 1 us", "latency: 1", 8, "has no unit: write a time such as"),
         ("latency: 1 us", "latency: -1 us", 8, "negative"),
         (", latency: 1 us", "", 8, "has no 'latency'; add a line"),
+        ("latency: 1 us", "latensy: 1 us", 8, "no key 'latensy'; did you mean 'latency'"),
+        ("100 GB/s", "100 GiB/s", 8, "unknown unit 'GiB/s'; did you mean 'GB/s'"),
+        ("100 GB/s", "100 gb/s", 8, "unknown unit 'gb/s'; did you mean 'Gb/s'"),
+        ("100 GB/s", "100 GBs", 8, "unknown unit 'GBs'; did you mean 'GB/s'"),
+        ("nodes: 2", "nodes: 2\nengine: {slots: 1000000000}", 3, "is more than 4096"),
+        ("nodes: 2", "nodes: 2\nengine: {lanes: 1000000000}", 3, "is more than 4096"),
         ("bandwidth: 100 GB/s, ", "", 8, "link inside has no bandwidth"),
         ("latency: 1 us", "latency: 1 us, oversubscription: 2", 8, "both bandwidth and"),
         ("bandwidth: 100 GB/s", "oversubscription: 2", 8, "nothing comes from below a GPU"),
@@ -213,6 +249,15 @@ def test_bad_files_say_line_and_remedy(tmp_path, old, new, line, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(tmp_path, GOOD.replace(old, new, 1))
     assert f"t.yaml, line {line}: " in str(caught.value) or old == "name: small"
+
+
+def test_too_large_and_too_deep(tmp_path):
+    with pytest.raises(ConfigError, match=r"800000000 ranks are more than the 4194304 that can be"):
+        simulate.load("dgx-h100", 100_000_000)
+    with pytest.raises(ConfigError, match=r"t.yaml with 2 nodes: .* take fewer nodes"):
+        read(tmp_path, GOOD.replace("gpus: 2", "gpus: 4000000"))
+    with pytest.raises(ConfigError, match=r"t.yaml: .*too deep in each other"):
+        read(tmp_path, "a: " + "[" * 5000 + "]" * 5000)
 
 
 def test_links_in_a_circle(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives import cli, run_threads
+from collectives import cli, hardware, run_threads
 from collectives.config import parse_rules
 from collectives.tuning import (
     ANY_SIZE,
@@ -162,6 +162,18 @@ def test_what_leaves_a_node_counts_once_for_its_link():
     assert bytes_of("recursive_doubling") == 4 * nbytes
 
 
+def test_what_leaves_a_node_is_not_sent_within_it():
+    """Each of a node's two ranks sends half a vector within it, twice, and a quarter to the other
+    node, twice. Nothing is near where each rank is a node.
+    """
+    near, far = work.shares("hierarchical(direct_two_shot, ring)", "all_reduce", (0, 0, 1, 1))
+    assert (near.sent, far.sent) == (1.0, 1.0)
+    near, _ = work.shares("ring", "all_gather", (0, 1, 2))
+    assert near.sent == 0.0
+    _, over_mpi = work.work_of("ring", "all_gather", 3 << 20, (0, 1, 2), "mpi")
+    assert over_mpi.near_sent == 2 << 20
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -212,6 +224,58 @@ def test_damaged_layouts(missing):
     del found[missing]
     with pytest.raises(cc.ConfigError, match=f"damaged.*{missing}"):
         tables.parse(found, "table.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"choices": {"all_reduce": []}},
+        {"choices": {"all_reduce": [[1024, "ring"]]}},
+        {"choices": {"all_reduce": [[ANY_SIZE, "ring"], [1024, "ring"], [ANY_SIZE, "ring"]]}},
+        {"choices": 5},
+        {"rows": [["all_reduce", "ring", 1024, -1e-6]]},
+        {"rows": [["all_reduce", "ring", 1024, float("nan")]]},
+        {"rows": [["all_reduce", "ring", -4, 1e-6]]},
+        {"figures": {"direct": {"near": 5}}},
+        {"date": 5},
+    ],
+)
+def test_layouts_with_what_cannot_be(change):
+    found = {**layout(measured(ring=(1e-6, 2e-6, 3e-6))), **change}
+    with pytest.raises(cc.ConfigError, match=r"table.json is damaged \("):
+        tables.parse(found, "table.json")
+
+
+@pytest.mark.parametrize("value", ["1e-6", True, float("inf"), None])
+def test_figures_that_are_no_numbers(value):
+    found = layout(measured(ring=(1e-6, 2e-6, 3e-6)))
+    figures = next(iter(found["figures"].values()))
+    figures["near"]["alpha_s"] = value
+    with pytest.raises(cc.ConfigError, match="damaged"):
+        tables.parse(found, "table.json")
+
+
+@pytest.mark.parametrize(
+    "change", [{"hardware": []}, {"layouts": 5}, {"layouts": {"threads 0,0": 5}}]
+)
+def test_files_with_what_cannot_be(monkeypatch, tmp_path, change):
+    """Also ranks say so that find such a file."""
+    path = tmp_path / "table.json"
+    tables.save(path, HARDWARE, "threads 0,0", layout(measured(ring=(1e-6, 2e-6, 3e-6))))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(cc.ConfigError, match="damaged"):
+        tables.load(path, HARDWARE)
+    monkeypatch.setenv("COLLECTIVES_TABLE", str(path))
+    with pytest.raises(cc.ConfigError, match="damaged"):
+        run_threads(2, lambda comm: None)
+
+
+def test_a_damaged_layout_is_not_merged(tmp_path):
+    path = tmp_path / "table.json"
+    good = layout(measured(ring=(1e-6, 2e-6, 3e-6)))
+    tables.save(path, HARDWARE, "threads 0,0", {**good, "rows": 7})
+    with pytest.raises(cc.ConfigError, match="damaged"):
+        tables.save(path, HARDWARE, "threads 0,0", good)
 
 
 def test_the_usual_place_is_named_after_the_hardware(monkeypatch, tmp_path):
@@ -272,6 +336,15 @@ def test_ranks_refuse_a_table_of_other_hardware(monkeypatch, tmp_path):
     monkeypatch.setenv("COLLECTIVES_TABLE", str(path))
     with pytest.raises(cc.ConfigError, match=r"other hardware.*cpu: measured on 'a', this is"):
         run_threads(2, lambda comm: None)
+
+
+def test_tune_refuses_to_write_where_no_table_is_asked(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLLECTIVES_TABLE", "off")
+    monkeypatch.chdir(tmp_path)
+    assert tune("--threads", "2", "--collective", "all_gather", *TINY) == 2
+    assert "COLLECTIVES_TABLE is off" in capsys.readouterr().err
+    assert tune("--threads", "2", "--collective", "all_gather", "--dry-run", *TINY) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tune_writes_nothing_on_a_dry_run(capsys, tmp_path):
@@ -359,6 +432,30 @@ def test_explain_shows_measured_times_of_the_table():
     names = [words[1] if words[0] == ">" else words[0] for words in ranking]
     assert names[1:4] == ["direct_two_shot", "direct_one_shot", "ring"]
     assert "9.00 us" in text
+
+
+@pytest.mark.parametrize(("carrier", "ranks"), [("threads", "--threads"), ("shm", "--ranks")])
+def test_explain_asks_the_table_of_this_host(capsys, monkeypatch, tmp_path, carrier, ranks):
+    """For the ranks that are described; none of others, and none of other hardware."""
+    path = tmp_path / "table.json"
+    here = tables.hardware_of([{**hardware.summary(), "mpi": ""}])
+    rows = measured(ring=(1e-6, 2e-6, 3e-6), direct_one_shot=(2e-6, 3e-6, 4e-6))
+    tables.save(path, here, f"{carrier} 0,0,0", layout(rows))
+    monkeypatch.setenv("COLLECTIVES_TABLE", str(path))
+    words = ["explain", "all_reduce", "--bytes", "16K", ranks]
+    assert cli.main([*words, "3"]) == 0
+    out = capsys.readouterr().out
+    assert "runs     ring" in out and "as measured on these ranks" in out and "2.00 us" in out
+    assert cli.main([*words, "2"]) == 0
+    assert "measured on these ranks" not in capsys.readouterr().out
+    path.unlink()
+    assert cli.main([*words, "3"]) == 0
+    assert f"COLLECTIVES_TABLE names {path}, and there is no such file" in capsys.readouterr().out
+    assert cli.main(["info"]) == 0
+    assert f"COLLECTIVES_TABLE names {path}, and there is no such file" in capsys.readouterr().out
+    tables.save(path, {**here, "cpu": "a"}, f"{carrier} 0,0,0", layout(rows))
+    assert cli.main([*words, "3"]) == 2
+    assert "was measured on other hardware (cpu: measured on 'a'" in capsys.readouterr().err
 
 
 def test_explain_a_barrier_names_no_algorithm_unless_forced():

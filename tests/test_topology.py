@@ -139,13 +139,16 @@ def test_the_drawing(tmp_path):
         "unbound_ranks": [],
         "interfaces": [i._asdict() for i in hardware.interfaces(root)[:3]],
     }
+    eno1 = next(i for i in machine["interfaces"] if i["name"] == "eno1")
+    machine["interfaces"].append({**eno1, "name": "eno2"})
     bare = {"node": 1, "host": "b", "numa": numa[:1], "unbound_ranks": [3], "interfaces": []}
     bare["numa"] = [{**numa[0], "ranks": []}]
     assert _machines.draw([machine, bare]) == [
         "network",
         "├─ node 0 (a)",
         "│  ├─ socket 0, NUMA node 0, CPUs 0-1,4-5: ranks 0-1",
-        "│  │  └─ eno1: Ethernet, 25 Gbit/s, NUMA node 0",
+        "│  │  ├─ eno1: Ethernet, 25 Gbit/s, NUMA node 0",
+        "│  │  └─ eno2: Ethernet, 25 Gbit/s, NUMA node 0",
         "│  ├─ socket 1, NUMA node 1, CPUs 2-3,6-7: rank 2",
         "│  │  └─ mlx5_0/1: InfiniBand, 400 Gbit/s, NUMA node 1",
         "│  └─ mlx5_1/1: RoCE, 100 Gbit/s, down",

@@ -137,6 +137,8 @@ def mpi(comm: Communicator) -> dict[str, str]:
         return {"missing": "mpi4py is not installed (pip install collectives[mpi])"}
     hidden = ("COLLECTIVES_", "OMPI_", "PMIX_", "PMI_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    # A process that is alone has no peers; else Open MPI leaves a segment of 16 MiB in /dev/shm.
+    environment["OMPI_MCA_btl"] = "self"
     try:
         done = subprocess.run(
             [sys.executable, "-c", _ASK_MPI],

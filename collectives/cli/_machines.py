@@ -84,7 +84,9 @@ def _inside(machine: dict[str, Any]) -> list[str]:
     for k, (title, below) in enumerate(items):
         last = k == len(items) - 1
         lines.append(f"{'└' if last else '├'}─ {title}")
-        lines += [f"{' ' if last else '│'}  └─ {line}" for line in below]
+        for j, line in enumerate(below):
+            mark = "└" if j == len(below) - 1 else "├"
+            lines.append(f"{' ' if last else '│'}  {mark}─ {line}")
     return lines
 
 

@@ -13,9 +13,11 @@ from .. import simulate
 from ..bench import report
 from ..config import parse_size
 from ..errors import ConfigError
+from ..schedule import algorithms
 from ..simulate import comparing
 from ..simulate.comparing import Comparison
 from ..simulate.quantities import seconds_text
+from ..simulate.topology import Topology
 from . import _common
 from ._progress import Progress
 
@@ -30,6 +32,20 @@ def topology_argument(parser: argparse.ArgumentParser, *, needed: bool) -> None:
         metavar="NAME",
         help=f"{', '.join(simulate.presets())}, or a file .yaml",
     )
+
+
+def algorithm(name: str) -> None:
+    """Raises ConfigError unless it is one, or a composition, that can be simulated."""
+    _common.algorithm(name)
+    if name == "auto":
+        names = ", ".join(a.name for a in algorithms())
+        raise ConfigError(f"auto chooses by size; name an algorithm: {names}")
+
+
+def without_faults(topology: Topology, sized: Topology) -> str:
+    """Which faults of the file are at places that so few nodes or GPUs do not have; "" if none."""
+    gone = [str(f.line) for f in topology.faults if f not in sized.faults]
+    return f", without the faults of line {', '.join(gone)}" if gone else ""
 
 
 def numbers(text: str) -> list[int]:
@@ -74,7 +90,7 @@ def compare(args: argparse.Namespace) -> int:
     """`compare --topology`."""
     topology = simulate.load(args.topology)
     for name in args.only or ():
-        _common.algorithm(name)
+        algorithm(name)
     if args.collective == "barrier":
         raise ConfigError("compare --topology goes over sizes; a barrier has none")
     if args.png and importlib.util.find_spec("matplotlib") is None:
@@ -128,8 +144,8 @@ def tables(result: Comparison) -> list[str]:
         sized = result.topology.with_nodes(nodes)
         names = result.algorithms(nodes)
         lines.append(
-            f"# {result.collective} on {nodes} x {result.topology.name}, {sized.nranks} ranks; "
-            "us, * the fastest"
+            f"# {result.collective} on {nodes} x {result.topology.name}, {sized.nranks} ranks"
+            f"{without_faults(result.topology, sized)}; us, * the fastest"
         )
         key = [f"[{chr(ord('A') + i)}] {name}" for i, name in enumerate(names)]
         lines += [f"# {line}" for line in key]

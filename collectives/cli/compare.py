@@ -123,10 +123,32 @@ class Results:
         return min(times, key=lambda name: times[name])
 
 
+# What `compare --topology` goes by.
+_OF_TOPOLOGY = (
+    *("topology", "collective", "nodes", "bytes", "minbytes", "maxbytes", "only", "root"),
+    *("imports", "json", "png", "html", "measured"),
+)
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Raises ConfigError for an option that has no meaning with --topology."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    for action in parser._actions:
+        given = getattr(args, action.dest) != action.default
+        if given and action.dest not in _OF_TOPOLOGY:
+            raise ConfigError(
+                f"{action.option_strings[-1]} goes without --topology: nothing runs here"
+            )
+        if given and args.bytes and action.dest in ("minbytes", "maxbytes"):
+            raise ConfigError(f"{action.option_strings[-1]} and --bytes both give sizes; give one")
+
+
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
     if args.topology:
+        _refuse_unused(args)
         return _simulated.compare(args)
     with _ranks.on_every_rank():
         for option in ("html", "bytes", "measured"):

@@ -25,6 +25,9 @@ examples:
 """
 
 
+_ENDINGS = {"": "text", "txt": "text", "svg": "svg", "png": "png"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("algorithm", help="name of an algorithm, or a composition")
     parser.add_argument("collective", type=_common.collective, help="all_reduce, broadcast, ...")
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text (default), svg or png",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write to FILE; .svg means svg, .png png"
+        "-o", "--output", metavar="FILE", help="write to FILE; .svg means svg, .png png, .txt text"
     )
     parser.add_argument(
         "--import",
@@ -64,7 +67,12 @@ def run(args: argparse.Namespace) -> int:
     if args.root >= ranks:
         raise ConfigError(f"root {args.root} is out of range: ranks are 0 to {ranks - 1}")
     ending = Path(args.output).suffix[1:] if args.output else ""
-    format = args.format or (ending if ending in ("svg", "png") else "text")
+    if not args.format and ending not in _ENDINGS:
+        raise ConfigError(
+            f"{args.output}: nothing writes .{ending}; end it with .svg, .png or .txt, or say "
+            "which with --format"
+        )
+    format = args.format or _ENDINGS[ending]
     built = schedule(args.algorithm, args.collective, ranks, root=args.root, node=args.node or ())
     if format == "png":
         if not args.output:

@@ -6,8 +6,9 @@ are those of mpirun), and the measured time of every algorithm stands beside the
 Predictions are alpha x steps + beta x bytes + gamma x bytes combined, with the figures of one
 machine: see collectives/tuning/model.py, and `compare --fit` for the figures of this one.
 
-With --device cuda it is about arrays on GPUs: also by which kernel, and what `tune --device cuda`
-has measured on so many GPUs, where it has.
+What `tune` has measured on so many ranks of this host, over threads or shared memory, stands beside
+and chooses. With --device cuda it is about arrays on GPUs: also by which kernel, and what `tune
+--device cuda` has measured on so many GPUs.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
     # Over MPI alone each rank is a node of its own, unless they are said to be on one.
     apart = transport == "mpi" and not args.node and not args.nodes
     tuned = list(range(len(nodes))) if apart else nodes
-    tuner = Tuner(tuned, one_region, Settings().algorithm)
+    settings = Settings()
+    found = _table(settings, transport or "shm", tuned) if one_region else None
+    tuner = Tuner(tuned, one_region, settings.algorithm, found)
+    _say_no_table(settings)
     print(
         explain(
             args.collective,
@@ -131,7 +135,8 @@ def _on_gpus(args: argparse.Namespace, nodes: list[int]) -> str:
     if len(nodes) > MOST_RANKS:
         raise ConfigError(f"the kernels are for up to {MOST_RANKS} ranks of a node")
     settings = Settings()
-    tuner = DeviceTuner(len(nodes), settings.algorithm, _table(settings, nodes))
+    _say_no_table(settings)
+    tuner = DeviceTuner(len(nodes), settings.algorithm, _table(settings, GPU, nodes))
     return explain(
         args.collective,
         args.bytes,
@@ -143,16 +148,22 @@ def _on_gpus(args: argparse.Namespace, nodes: list[int]) -> str:
     )
 
 
-def _table(settings: Settings, nodes: list[int]) -> tables.Table | None:
-    """What was measured on the GPUs of so many ranks of this host, started without MPI; None if
-    nothing was.
+def _table(settings: Settings, carrier: str, nodes: list[int]) -> tables.Table | None:
+    """What was measured on so many ranks of this host, started without MPI; None if nothing was.
+
+    carrier  "threads" or "shm", or "cuda" for their GPUs
     """
     if settings.table == "off":
         return None
     here = tables.hardware_of([{**hardware.summary(), "mpi": ""}])
     path = tables.path_for(here, settings.table)
-    layout = tables.load(path, here).get(tables.layout_key(GPU, nodes))
+    layout = tables.load(path, here).get(tables.layout_key(carrier, nodes))
     return tables.parse(layout, path) if layout is not None else None
+
+
+def _say_no_table(settings: Settings) -> None:
+    if words := tables.why_none(settings.table):
+        print(f"# note: {words}")
 
 
 def _nodes(args: argparse.Namespace) -> list[int]:

@@ -14,7 +14,7 @@ from .. import _core
 from ..bench import gpus, machine
 from ..communicator import Communicator
 from ..config import VARIABLES, Settings
-from ..tuning import MPI_DEPTH, MPI_SLOT, region_sizes
+from ..tuning import MPI_DEPTH, MPI_SLOT, region_sizes, tables
 from . import _common, _ranks
 from . import _machines as machines
 
@@ -86,6 +86,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
             "ops": list(_core.ops),
         },
         "environment": shown,
+        "no_table": tables.why_none(settings.table),
     }
 
 
@@ -153,6 +154,8 @@ def as_text(facts: dict[str, Any]) -> str:
     if facts["environment"]:
         words = ", ".join(f"{k}={v}" for k, v in facts["environment"].items())
         lines.append(("environment", words))
+    if facts["no_table"]:
+        lines.append(("table", facts["no_table"]))
     text = [f"{name:12} {value}" for name, value in lines]
     return "\n".join([*text, "", *machines.draw(facts["machines"])])
 

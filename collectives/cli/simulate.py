@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 
 from .. import _core, simulate
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..simulate import training
 from ..simulate.quantities import amount, seconds_text
 from . import _common, _simulated
+from ._progress import Progress
 
 EXAMPLES = """\
 examples:
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         return _training(args)
     _common.import_algorithms(args.imports)
     for name in args.algorithm or ():
-        _common.algorithm(name)
+        _simulated.algorithm(name)
     topology = simulate.load(args.topology)
     sizes = [0] if args.what == "barrier" else args.bytes
     for nodes in args.nodes or [topology.nodes]:
@@ -152,16 +153,39 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"root {args.root} is out of range: ranks are 0 to {sized.nranks - 1}"
             )
-        print(f"# {args.what} on {nodes} x {topology.name}, {sized.nranks} ranks, simulated")
-        outcomes = []
-        for name in args.algorithm or simulate.candidates(args.what, sized):
-            simulator = simulate.Simulator(
-                name, args.what, sized, root=args.root, symmetric=True if args.symmetric else None
-            )
+        outcomes, left_out = [], []
+        names = args.algorithm or simulate.candidates(args.what, sized)
+        progress = Progress(len(names))
+        for name in names:
+            progress.step(f"{nodes} nodes: {name}")
+            try:
+                simulator = simulate.Simulator(
+                    name,
+                    args.what,
+                    sized,
+                    root=args.root,
+                    symmetric=True if args.symmetric else None,
+                )
+            except UnsupportedError as error:
+                if args.algorithm:
+                    raise
+                left_out.append(str(error))
+                continue
             outcomes += [simulator.run(nbytes) for nbytes in sizes]
+        progress.clear()
+        if not outcomes:
+            raise UnsupportedError(
+                f"nothing can do {args.what} on {nodes} nodes: {'; '.join(left_out)}"
+            )
         outcomes.sort(key=lambda o: (o.nbytes, o.seconds))
+        print(
+            f"# {args.what} on {nodes} x {topology.name}, {sized.nranks} ranks, simulated"
+            + _simulated.without_faults(topology, sized)
+        )
         for line in _simulated.outcomes_table(outcomes):
             print(line)
+        for line in left_out:
+            print(f"# left out: {line}")
         if args.links:
             print("# links: the busiest of each kind, and what it carries")
             for o in outcomes:
@@ -189,15 +213,23 @@ def _training(args: argparse.Namespace) -> int:
         algorithm=args.algorithm or "",
     )
     if args.algorithm:
-        _common.algorithm(args.algorithm)
+        _simulated.algorithm(args.algorithm)
+    shardings = args.sharding or training.SHARDINGS
+    for sharding in shardings:
+        for ranks in args.ranks:
+            training.check(job, topology, ranks, sharding)
     print(
         f"# {args.params:.3g} parameters on {topology.name}; {job.tokens:.0f} tokens a GPU and "
         f"micro-batch, {job.accumulate} a step, buckets of {job.bucket_bytes / 2**20:.4g} MiB"
     )
     table = training.table()
     print(table.header())
-    for sharding in args.sharding or training.SHARDINGS:
+    left_out: dict[str, None] = {}
+    for sharding in shardings:
         for ranks in args.ranks:
             step = training.step(job, topology, ranks, sharding)
             print(table.row(training.cells(step)), flush=True)
+            left_out |= dict.fromkeys(step.left_out)
+    for line in left_out:
+        print(f"# left out: {line}")
     return 0

@@ -93,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("a barrier has no sizes, and needs no algorithm; leave it out")
         _sizes(args)
         _check_nodes(args.device, args.nodes or 1)
+        if Settings().table == "off" and not args.output and not args.dry_run:
+            raise ConfigError(
+                "COLLECTIVES_TABLE is off, so no table would be asked: unset it, name a file with "
+                "--output, or measure with --dry-run"
+            )
     return _ranks.with_ranks(args, "tune", lambda comm: _tune(comm, args))
 
 
@@ -121,7 +126,8 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
         if comm.size == 1:
             raise ConfigError("one rank moves nothing: start more with --ranks N, or with mpirun")
         _check_nodes(args.device, len(set(comm.nodes)))
-    path = tables.path_for(comm._hardware, args.output or Settings().table)
+    wanted = Settings().table
+    path = tables.path_for(comm._hardware, args.output or ("" if wanted == "off" else wanted))
     if not args.dry_run:
         _check_file(comm, path)
     with _ranks.on_every_rank():
@@ -165,7 +171,8 @@ def _check_file(comm: Communicator, path: Path) -> None:
     words = ""
     if comm.rank == 0:
         try:
-            tables.load(path, comm._hardware)
+            for layout in tables.load(path, comm._hardware).values():
+                tables.parse(layout, path)
             tables.try_writing(path)
         except ConfigError as error:
             words = str(error)

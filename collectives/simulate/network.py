@@ -130,7 +130,18 @@ class Network:
                 f"{self.topology.file}, line {link.line}: link {link.name} has oversubscription, "
                 f"but no link comes up to a {link.source}; give its bandwidth"
             )
-        return below / link.oversubscription
+        return below * self._unfilled(link.source) / link.oversubscription
+
+    def _unfilled(self, name: str) -> Floats:
+        """By device of a kind: the nodes that one is for, over those that it has. The last switch
+        of a row has as many links up as the others.
+        """
+        device = next(d for d in self.topology.devices if d.name == name)
+        mine = self._instance[name]
+        if device.unit != "node":
+            return np.ones(int(mine.max()) + 1)
+        pairs = np.unique(np.stack([mine, self.node]), axis=1)
+        return device.count / np.bincount(pairs[0])
 
     def _apply_faults(self) -> None:
         for fault in self.topology.faults:

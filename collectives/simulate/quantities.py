@@ -35,11 +35,20 @@ def _parse(text: object, units: Mapping[str, float], what: str, examples: str) -
     if not unit:
         raise ValueError(f"{text!r} has no unit: write {what} such as {examples}")
     if unit not in units:
-        usual = unit.replace("ps", "/s")
-        near = usual if usual in units else nearest(unit, units)
+        near = _near(unit, units)
         hint = f"did you mean {near!r}?" if near else "known: " + ", ".join(units)
         raise ValueError(f"{text!r} has the unknown unit {unit!r}; {hint}")
     return number * units[unit]
+
+
+def _near(unit: str, units: Mapping[str, float]) -> str | None:
+    """The unit that was meant: bytes for bytes, bits for bits."""
+    usual = unit.replace("ps", "/s").replace("iB", "B").replace("ib", "b")
+    if usual in units:
+        return usual
+    near = nearest(usual, units)
+    alike = [u for u in units if near and u.lower() == near.lower()]
+    return next((u for u in alike if ("B" in u) == ("B" in unit)), near)
 
 
 def bandwidth(text: object) -> float:

@@ -119,7 +119,7 @@ class Simulator:
             why = why_unsupported(self.algorithm, self.collective, n, root=root, node=node)
             if why:
                 raise UnsupportedError(why)
-        followed = can_follow(self.algorithm, self.collective, n)
+        followed = can_follow(self.algorithm, self.collective, self.topology.counts)
         if symmetric is not False and (symmetric or n >= SYMMETRIC_FROM):
             traffic = from_symmetry(self.algorithm, self.collective, network)
             many = self.algorithm.startswith("direct_") and n >= DIRECT_TO

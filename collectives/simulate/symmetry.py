@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ..schedule import schedule
 from .network import Floats, Network, Routes
-from .traffic import Traffic
+from .traffic import Traffic, parts_of
 
 
 class _Rows(NamedTuple):
@@ -188,15 +188,6 @@ def _hierarchical(intra: str, inter: str, collective: str, nodes: int, each: int
     return _join(parts)
 
 
-def _parts(algorithm: str) -> tuple[str, str] | None:
-    if algorithm == "hierarchical":
-        return "direct_two_shot", "ring"
-    if algorithm.startswith("hierarchical(") and algorithm.count("(") == 1:
-        intra, _, inter = algorithm[len("hierarchical(") : -1].partition(",")
-        return intra.strip(), inter.strip()
-    return None
-
-
 def why_not(algorithm: str, network: Network) -> str:
     """Why the world is not symmetric; "" if it may be."""
     topology = network.topology
@@ -204,7 +195,7 @@ def why_not(algorithm: str, network: Network) -> str:
         return "links or GPUs have faults"
     if len(set(topology.counts)) > 1:
         return "the nodes are not alike"
-    if _parts(algorithm) is None and algorithm not in _FORMS:
+    if parts_of(algorithm) is None and algorithm not in _FORMS:
         return f"{algorithm} does not do the same on all nodes"
     return ""
 
@@ -215,7 +206,7 @@ def from_symmetry(algorithm: str, collective: str, network: Network) -> Traffic 
         return None
     topology = network.topology
     nodes, each = topology.nodes, topology.counts[0]
-    parts = _parts(algorithm)
+    parts = parts_of(algorithm)
     if parts is not None and nodes > 1:
         rows = _hierarchical(*parts, collective, nodes, each)
     elif parts is not None or network.nranks < 2:

@@ -17,6 +17,9 @@ from ..errors import ConfigError, did_you_mean
 from . import document, quantities
 from .document import Section
 
+MOST_RANKS = 1 << 22  # what is known of each rank and link takes a few GB then
+_MOST_AT_ONCE = 4096  # lanes, and slots of a connection
+
 PRESETS = Path(__file__).with_name("presets")
 
 
@@ -117,7 +120,9 @@ class Topology:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def with_nodes(self, nodes: int) -> Topology:
-        """The same with another number of nodes. Raises ConfigError where that cannot be."""
+        """The same with another number of nodes, without faults on nodes that it has not. Raises
+        ConfigError where that cannot be.
+        """
         if nodes < 1:
             raise ConfigError(f"{self.name} with {nodes} nodes: there must be at least one")
         if len(self.gpus) > 1 and nodes != self.nodes:
@@ -125,9 +130,10 @@ class Topology:
                 f"{self.name} lists the GPUs of each of its {self.nodes} nodes, so it cannot have "
                 f"{nodes}; give one number of gpus for all of them"
             )
-        made = replace(self, nodes=nodes)
-        _check_faults(made)
-        return made
+        _check_size(self.name, self.gpus, nodes)
+        counts = self.gpus * nodes if len(self.gpus) == 1 else self.gpus
+        here = tuple(f for f in self.faults if f.node < nodes and f.gpu < counts[f.node])
+        return replace(self, nodes=nodes, faults=here)
 
 
 def with_ranks(topology: Topology, ranks: int) -> Topology:
@@ -184,6 +190,7 @@ def read(path: str | Path) -> Topology:
     links = _links(top, devices)
     faults = _faults(top, links)
     top.done()
+    _check_size(str(path), gpus, nodes)
     topology = Topology(
         name, nodes, gpus, devices, links, combine, flops, engine, faults, str(path)
     )
@@ -207,8 +214,8 @@ def _engine(section: Section | None) -> Engine:
     default = Engine()
     engine = Engine(
         section.take("slice", quantities.amount, default.slice_bytes),
-        section.take("lanes", document.whole(1), default.lanes),
-        section.take("slots", document.whole(1), default.slots),
+        section.take("lanes", document.whole(1, _MOST_AT_ONCE), default.lanes),
+        section.take("slots", document.whole(1, _MOST_AT_ONCE), default.slots),
     )
     section.done()
     return engine
@@ -356,6 +363,15 @@ def _check_loops(topology: Topology) -> None:
                 f"{topology.file}, line {device.line}: no link leads from a gpu up to "
                 f"{device.name}; add the missing link, or take the device out"
             )
+
+
+def _check_size(name: str, gpus: tuple[int, ...], nodes: int) -> None:
+    ranks = gpus[0] * nodes if len(gpus) == 1 else sum(gpus)
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"{name} with {nodes} nodes: {ranks} ranks are more than the {MOST_RANKS} that can be "
+            "simulated; take fewer nodes"
+        )
 
 
 def _check_faults(topology: Topology) -> None:

@@ -3,7 +3,8 @@ is left exposed.
 
 Computing: 6 · params · tokens operations for a micro-batch (2 forward, 4 backward), at `mfu` of the
 GPU's peak, in `layers` equal layers. With `jitter` a step waits for the slowest of n ranks, whose
-time exceeds the mean by jitter · sqrt(2 ln n), the expected largest of n normal deviations.
+time exceeds the mean by jitter times the expected largest of n normal deviations, after Blom about
+the quantile (n - 3/8) / (n + 1/4): 1.4 for 8 ranks, 3.2 for 1,024.
 
 Communication goes on beside computing, one collective after the other, each as long as the
 simulation of the fastest algorithm says:
@@ -20,14 +21,15 @@ Sources: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Pa
 VLDB 13 (2020), doi:10.14778/3415478.3415530 (buckets, overlap); S. Rajbhandari et al., "ZeRO:
 Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
 doi:10.1109/SC41405.2020.00024 (stages 1-3, and that stage 3 sends 1.5 times as much); J. Kaplan et
-al., arXiv:2001.08361 (6 · params · tokens); Y. Zhao et al., "PyTorch FSDP", VLDB 16 (2023),
+al., arXiv:2001.08361 (6 · params · tokens); G. Blom, "Statistical Estimates and Transformed
+Beta-Variables", 1958 (the largest of n); Y. Zhao et al., "PyTorch FSDP", VLDB 16 (2023),
 doi:10.14778/3611540.3611569 (hybrid).
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -39,6 +41,12 @@ from .simulator import Simulator, candidates
 from .topology import Fault, Topology, with_ranks
 
 _LARGE = 128
+# What takes as few steps as halving_doubling, where that is too large to be followed.
+_INSTEAD = {
+    "all_reduce": ("hierarchical(direct_two_shot, double_binary_tree)",),
+    "all_gather": ("hierarchical(direct_two_shot, bruck)",),
+}
+_MOST_CALLS = 1_000_000  # of a step: seconds, and 100 MB
 SHARDINGS = ("ddp", "zero-1", "zero-2", "zero-3", "hybrid")
 
 
@@ -78,6 +86,8 @@ class Step(NamedTuple):
     communication_s  of all collectives, if nothing else went on
     exposed_s        of them that computing does not hide
     efficiency       time of one GPU alone, over that of a step
+    algorithms       of each kind of collective, that of its largest calls
+    left_out         algorithms that could not be simulated, with the reason
     """
 
     sharding: str
@@ -86,6 +96,8 @@ class Step(NamedTuple):
     waiting_s: float
     communication_s: float
     exposed_s: float
+    algorithms: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -98,54 +110,106 @@ class Step(NamedTuple):
         return self.compute_s / self.seconds
 
 
+class _Call(NamedTuple):
+    """The fastest way of a collective, and what it takes."""
+
+    seconds: float
+    algorithm: str
+
+
 class _Network:
-    """Seconds of collectives on a topology."""
+    """Calls on a topology."""
 
     def __init__(self, topology: Topology, algorithm: str) -> None:
         self._topology = topology
         self._algorithm = algorithm
-        self._simulators: dict[tuple[str, str], list[Simulator]] = {}
-        self._known: dict[tuple[str, int, str], float] = {}
+        self._simulators: dict[tuple[str, str], list[list[Simulator]]] = {}
+        self._known: dict[tuple[str, int, str], _Call] = {}
+        self.left_out: dict[tuple[str, str], list[str]] = {}
 
-    def seconds(self, collective: str, nbytes: float, group: str = "all") -> float:
-        """Of a call of all ranks, of those of each node, or of those in one place of each node."""
+    def call(self, collective: str, nbytes: float, group: str) -> _Call:
+        """Of all ranks, of those of each node, or of those in one place of each node."""
         size = max(1, round(nbytes))
         key = (collective, size, group)
         if key not in self._known:
-            self._known[key] = min(
-                (s.run(size).seconds for s in self._fast(collective, group)), default=0.0
+            self._known[key] = max(
+                (
+                    min(_Call(s.run(size).seconds, s.algorithm) for s in choice)
+                    for choice in self.simulators(collective, group)
+                ),
+                default=_Call(0.0, ""),
             )
         return self._known[key]
 
-    def _fast(self, collective: str, group: str) -> list[Simulator]:
+    def simulators(self, collective: str, group: str) -> list[list[Simulator]]:
+        """Of each different group of ranks, of which the slowest counts. Raises UnsupportedError
+        where nothing can do the collective.
+        """
         key = (collective, group)
         if key not in self._simulators:
-            self._simulators[key] = self._make(collective, group)
+            found = [self._make(collective, group, t) for t in _groups(self._topology, group)]
+            self._simulators[key] = [choice for choice in found if choice]
         return self._simulators[key]
 
-    def _make(self, collective: str, group: str) -> list[Simulator]:
-        topology = self._topology
-        if group == "node":
-            topology = topology.with_nodes(1)
-        if group == "rail":
-            # The ranks in one place of each node have NICs of their own, or share one: then each
-            # has its part of it.
-            topology = replace(_one_gpu_a_node(topology), faults=())
+    def _make(self, collective: str, group: str, topology: Topology) -> list[Simulator]:
         if topology.nranks < 2:
             return []
         names = [self._algorithm] if self._algorithm else _worthwhile(collective, topology)
         made = []
         why = ""
+        instead = () if self._algorithm else _INSTEAD.get(collective, ())
         for name in names:
             try:
                 made.append(_simulator(name, collective, topology))
             except UnsupportedError as error:
                 why = str(error)
+                self.left_out.setdefault((collective, group), []).append(f"{collective}: {why}")
+                names += [n for n in instead if n not in names]
         if not made:
             raise UnsupportedError(
                 f"nothing can do {collective} for {topology.nranks} ranks: {why}"
             )
         return made
+
+
+class _Calls:
+    """The calls of a step, and which algorithms they took."""
+
+    def __init__(self, network: _Network) -> None:
+        self._network = network
+        self._slowest: dict[tuple[str, str], _Call] = {}
+
+    def seconds(self, collective: str, nbytes: float, group: str = "all") -> float:
+        """Of a call of all ranks, of those of each node, or of those in one place of each node."""
+        found = self._network.call(collective, nbytes, group)
+        key = (collective, group)
+        self._slowest[key] = max(found, self._slowest.get(key, found))
+        return found.seconds
+
+    def algorithms(self) -> tuple[str, ...]:
+        """By kind of call."""
+        return tuple(f"{k[0]}: {call.algorithm}" for k, call in self._slowest.items() if call[1])
+
+    def left_out(self) -> tuple[str, ...]:
+        """What could not be simulated, and why."""
+        return tuple(line for k in self._slowest for line in self._network.left_out.get(k, ()))
+
+
+def _groups(topology: Topology, group: str) -> list[Topology]:
+    """The groups of ranks that call a collective, of those that are alike only one."""
+    if group == "node":
+        faulty = sorted({f.node for f in topology.faults})
+        alone = replace(topology, nodes=1)
+        found = [
+            replace(alone, faults=tuple(replace(f, node=0) for f in topology.faults if f.node == n))
+            for n in faulty
+        ]
+        return found + [replace(alone, faults=())] * (len(faulty) < topology.nodes)
+    if group == "rail":
+        # The ranks in one place of each node have NICs of their own, or share one: then each has
+        # its part of it.
+        return [replace(_one_gpu_a_node(topology), faults=())]
+    return [topology]
 
 
 def _worthwhile(collective: str, topology: Topology) -> list[str]:
@@ -193,9 +257,32 @@ def step(job: Job, topology: Topology, ranks: int, sharding: str) -> Step:
 
     sharding  "ddp", "zero-1", "zero-2", "zero-3" or "hybrid"
 
-    Raises ConfigError for an unknown sharding, or where the ranks do not fill nodes or the topology
-    does not say how fast its GPUs are.
+    Raises ConfigError for an unknown sharding, or where the ranks do not fill nodes, or for hybrid
+    are not as many on each, or the topology does not say how fast its GPUs are; UnsupportedError
+    where the algorithm cannot do what the sharding needs.
     """
+    sized = check(job, topology, ranks, sharding)
+    micro = 6 * job.params * job.tokens / (topology.flops * job.mfu)
+    compute = micro * job.accumulate
+    waiting = compute * (job.jitter * _largest(ranks) + _stragglers(sized.faults) - 1)
+    calls = _Calls(_network(sized, job.algorithm))
+    timeline = _Timeline(job.overlap)
+    _FILL[sharding](timeline, job, calls, micro, sized)
+    exposed = max(0.0, timeline.end() - compute)
+    return Step(
+        sharding,
+        ranks,
+        compute,
+        waiting,
+        timeline.communication,
+        exposed,
+        calls.algorithms(),
+        calls.left_out(),
+    )
+
+
+def check(job: Job, topology: Topology, ranks: int, sharding: str) -> Topology:
+    """The topology with so many ranks. Raises what `step` does, before anything is simulated."""
     if sharding not in SHARDINGS:
         raise ConfigError(f"unknown sharding {sharding!r}; {did_you_mean(sharding, SHARDINGS)}")
     if not topology.flops:
@@ -205,17 +292,39 @@ def step(job: Job, topology: Topology, ranks: int, sharding: str) -> Step:
         )
     if not 0 < job.mfu <= 1:
         raise ConfigError(f"mfu is {job.mfu}, and must be more than 0 and at most 1")
+    calls = job.params * job.element_bytes / job.bucket_bytes * job.accumulate
+    if calls > _MOST_CALLS or job.layers * job.accumulate > _MOST_CALLS:
+        raise ConfigError(
+            f"a step of {calls:.3g} buckets and {job.layers * job.accumulate:.3g} layers is more "
+            f"than is followed ({_MOST_CALLS:.0e}); take larger buckets, fewer layers or fewer "
+            "micro-batches"
+        )
     sized = with_ranks(topology, ranks)
-    micro = 6 * job.params * job.tokens / (topology.flops * job.mfu)
-    compute = micro * job.accumulate
-    waiting = compute * job.jitter * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
-    slow = _stragglers(sized.faults)
-    waiting += compute * (slow - 1)
-    network = _network(sized, job.algorithm)
-    timeline = _Timeline(job.overlap)
-    _FILL[sharding](timeline, job, network, micro, sized)
-    exposed = timeline.end() - compute
-    return Step(sharding, ranks, compute, waiting, timeline.communication, max(0.0, exposed))
+    if sharding == "hybrid" and len(set(sized.counts)) > 1:
+        raise ConfigError(
+            f"hybrid shards alike on all nodes, and {topology.name} has nodes of "
+            f"{', '.join(map(str, sized.counts))} GPUs; leave hybrid out, or give one number of "
+            "gpus for all nodes"
+        )
+    if job.algorithm:
+        network = _network(sized, job.algorithm)
+        for collective, group in _collectives(sharding, sized):
+            network.simulators(collective, group)
+    return sized
+
+
+def _collectives(sharding: str, sized: Topology) -> list[tuple[str, str]]:
+    """What a step calls, and which ranks together."""
+    if sharding == "ddp":
+        return [("all_reduce", "all")]
+    group = "node" if sharding == "hybrid" else "all"
+    rails = [("all_reduce", "rail")] * (sharding == "hybrid" and sized.nodes > 1)
+    return [("reduce_scatter", group), ("all_gather", group), *rails]
+
+
+def _largest(n: int) -> float:
+    """The expected largest of n normal deviations (Blom 1958)."""
+    return statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def _stragglers(faults: Sequence[Fault]) -> float:
@@ -231,7 +340,7 @@ class _Timeline:
     """
 
     def __init__(self, overlap: bool) -> None:
-        self._overlap = overlap
+        self.overlap = overlap
         self._computed = 0.0  # until when
         self._communicated = [0.0, 0.0]
         self.communication = 0.0
@@ -250,15 +359,18 @@ class _Timeline:
 
     def hidden(self, seconds: float, after: float, stream: int = _NEAR) -> float:
         """A collective that nothing waits for before the step ends."""
-        if self._overlap:
+        if self.overlap:
             return self.communicate(seconds, after, stream)
         self.communication += seconds
         self._late.append(seconds)
         return after
 
     def end(self) -> float:
-        """When all is done."""
-        return max(self._computed, *self._communicated) + sum(self._late)
+        """When all is done, also what waited for the end of computing."""
+        done = max(self._computed, *self._communicated) + sum(self._late)
+        self._late.clear()
+        self._communicated[_NEAR] = done
+        return done
 
 
 def _buckets(job: Job, total: float) -> list[float]:
@@ -280,14 +392,14 @@ def _backward(
             timeline.hidden(reduce(size), ready)
 
 
-def _ddp(t: _Timeline, job: Job, network: _Network, micro: float, _: Topology) -> None:
+def _ddp(t: _Timeline, job: Job, network: _Calls, micro: float, _: Topology) -> None:
     for i in range(job.accumulate):
         last = i == job.accumulate - 1
         _backward(t, job, micro, (lambda s: network.seconds("all_reduce", s)) if last else None)
 
 
-def _zero(every: bool) -> Callable[[_Timeline, Job, _Network, float, Topology], None]:
-    def fill(t: _Timeline, job: Job, network: _Network, micro: float, _: Topology) -> None:
+def _zero(every: bool) -> Callable[[_Timeline, Job, _Calls, float, Topology], None]:
+    def fill(t: _Timeline, job: Job, network: _Calls, micro: float, _: Topology) -> None:
         for i in range(job.accumulate):
             reduces = every or i == job.accumulate - 1
             _backward(
@@ -300,26 +412,31 @@ def _zero(every: bool) -> Callable[[_Timeline, Job, _Network, float, Topology], 
     return fill
 
 
-def _sharded(group: str) -> Callable[[_Timeline, Job, _Network, float, Topology], None]:
-    def fill(t: _Timeline, job: Job, network: _Network, micro: float, sized: Topology) -> None:
+def _sharded(group: str) -> Callable[[_Timeline, Job, _Calls, float, Topology], None]:
+    def fill(t: _Timeline, job: Job, network: _Calls, micro: float, sized: Topology) -> None:
         layer = job.params * job.element_bytes / job.layers
         gather = network.seconds("all_gather", layer, group)
         scatter = network.seconds("reduce_scatter", layer, group)
         between = 0.0
         if group == "node" and sized.nodes > 1:
             between = network.seconds("all_reduce", layer / sized.gpus[0], "rail")
-        before = ended = 0.0  # when the layer before the last, and the last, were computed
-        for i in range(job.accumulate):
-            for part in (micro / 3, micro * 2 / 3):
-                backward = part > micro / 2
-                for _ in range(job.layers):
-                    # One layer ahead: the next one is gathered while this one is computed.
-                    here = t.communicate(gather, before if t._overlap else ended)
-                    before, ended = ended, t.compute(part / job.layers, here)
-                    if backward:
-                        scattered = t.hidden(scatter, ended)
-                        if between and i == job.accumulate - 1:
-                            t.hidden(between, scattered, _BETWEEN)
+        forward, backward = micro / 3 / job.layers, micro * 2 / 3 / job.layers
+        parts = ([forward] * job.layers + [backward] * job.layers) * job.accumulate
+        last = len(parts) - job.layers
+        here = t.communicate(gather)  # when the next layer's parameters are
+        ended = 0.0
+        for i, seconds in enumerate(parts):
+            # The next layer is gathered while this one is computed, before what this one reduces.
+            ahead = i + 1 < len(parts)
+            following = t.communicate(gather, ended) if ahead and t.overlap else 0.0
+            ended = t.compute(seconds, here)
+            if ahead and not t.overlap:
+                following = t.communicate(gather, ended)
+            here = following
+            if i // job.layers % 2:
+                scattered = t.hidden(scatter, ended)
+                if between and i >= last:
+                    t.hidden(between, scattered, _BETWEEN)
 
     return fill
 
@@ -345,6 +462,7 @@ def table() -> Table:
             Column("comm.", "", 9),
             Column("exposed", "", 9),
             Column("efficiency", "%", 10),
+            Column("algorithms", "", 34),
         ]
     )
 
@@ -357,7 +475,8 @@ def cells(step: Step) -> list[str]:
         str(step.ranks),
         *("0" if t <= 0 else seconds_text(t) for t in times),
         number(step.efficiency * 100, 1),
+        "; ".join(dict.fromkeys(a.partition(": ")[2] for a in step.algorithms)) or "-",
     ]
 
 
-__all__ = ["SHARDINGS", "Job", "Step", "cells", "step", "table"]
+__all__ = ["SHARDINGS", "Job", "Step", "cells", "check", "step", "table"]

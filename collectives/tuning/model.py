@@ -31,6 +31,7 @@ of parallel computation", PPoPP 1993, doi:10.1145/155332.155333.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -73,13 +74,13 @@ class Figures:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Figures:
-        """What `as_json` gave. Raises KeyError or TypeError for anything else."""
-        return Figures(
-            LinkModel(**found["near"]),
-            LinkModel(**found["far"]),
-            float(found["entry_s"]),
-            float(found["slice_s"]),
-        )
+        """What `as_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        near, far = found["near"], found["far"]
+        numbers = [*near.values(), *far.values(), found["entry_s"], found["slice_s"]]
+        for number in numbers:
+            if isinstance(number, bool) or not math.isfinite(number):
+                raise ValueError(f"{number!r} is no figure of the cost model")
+        return Figures(LinkModel(**near), LinkModel(**far), found["entry_s"], found["slice_s"])
 
 
 # Fitted to all_reduce of float32, 4 B to 4 MiB, with two ranks, each bound to a core of a two-core

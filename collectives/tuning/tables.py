@@ -217,14 +217,32 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
             f"{path} is no table of this version (format {FORMAT}): measure anew with python -m "
             "collectives tune"
         )
-    refuse(path, content.get("hardware", {}), hardware)
-    return dict(content.get("layouts", {}))
+    measured_on, layouts = content.get("hardware", {}), content.get("layouts", {})
+    if not isinstance(measured_on, dict):
+        raise _damaged(path, "hardware is no object")
+    if not isinstance(layouts, dict) or not all(isinstance(v, dict) for v in layouts.values()):
+        raise _damaged(path, "layouts is no object of objects")
+    refuse(path, measured_on, hardware)
+    return layouts
+
+
+def why_none(settings_table: str) -> str:
+    """That COLLECTIVES_TABLE names no file; "" where it names one, or none is wanted."""
+    if settings_table in ("", "off") or Path(settings_table).exists():
+        return ""
+    return f"COLLECTIVES_TABLE names {settings_table}, and there is no such file: none is used"
+
+
+def _damaged(path: Path | str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the table {path} is damaged ({why}): measure anew with python -m collectives tune"
+    )
 
 
 def parse(layout: Mapping[str, Any], path: Path | str) -> Table:
     """A layout of a file. Raises ConfigError where it is not as `entry` makes it."""
     try:
-        return Table(
+        table = Table(
             {
                 collective: [Choice(int(limit), str(name)) for limit, name in choices]
                 for collective, choices in layout["choices"].items()
@@ -234,11 +252,18 @@ def parse(layout: Mapping[str, Any], path: Path | str) -> Table:
             f"{path}, {layout['date'][:10]}",
             [str(name) for name in layout.get("gpus", ())],
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"the table {path} is damaged ({type(error).__name__}: {error}): measure anew with "
-            "python -m collectives tune"
-        ) from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    for collective, choices in table.choices.items():
+        limits = [choice.limit for choice in choices]
+        if not limits or limits[-1] < ANY_SIZE or sorted(set(limits)) != limits:
+            raise _damaged(path, f"the choices for {collective} do not rise to every size")
+    for row in table.rows:
+        if row.nbytes < 0 or not 0 < row.seconds < math.inf:
+            raise _damaged(
+                path, f"{row.collective} of {row.nbytes} bytes is said to take {row.seconds} s"
+            )
+    return table
 
 
 def entry(
@@ -291,6 +316,8 @@ def save(path: Path, hardware: Mapping[str, str], key: str, layout: dict[str, An
     once, so that no reader finds half of it.
     """
     layouts = load(path, hardware)
+    if key in layouts:
+        parse(layouts[key], path)
     layouts[key] = merge(layouts.get(key), layout)
     content = {"format": FORMAT, "hardware": dict(hardware), "layouts": layouts}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,8 @@ GPU = "cuda"
 GPU_SYMMETRIC = "cuda symmetric"
 
 _DIRECT = ("direct_one_shot", "direct_two_shot")
-# Rounds are looked at one by one, in Python, for up to so many ranks.
+# Rounds are looked at one by one, in Python, for up to so many ranks. Beyond, all steps are taken
+# to cross nodes, and what a rank sends to be sent within its node too.
 _COUNTED_RANKS = 128
 
 
@@ -75,9 +76,10 @@ def work_of(
     assembled = _assembled(algorithm, collective, nbytes, nodes, transport)
     if assembled is not None:
         return "assembled", assembled
-    near, far = shares(algorithm, collective, tuple(nodes), root)
-    if transport != "shm+mpi":
-        near, far = Share(near.steps + far.steps, *near[1:]), Share(0, 0, 0)
+    if transport == "shm+mpi":
+        near, far = shares(algorithm, collective, tuple(nodes), root)
+    else:
+        near, far = _whole(algorithm, collective, tuple(nodes), root), Share(0, 0, 0)
     direct = algorithm in _DIRECT and transport in ("threads", "shm")
     slices = 0.0
     if not direct:
@@ -165,6 +167,12 @@ def shares(
     return _cached_shares(algorithm, collective, nodes, root)
 
 
+def _whole(algorithm: str, collective: str, nodes: tuple[int, ...], root: int) -> Share:
+    """What goes over links that are all of one kind."""
+    cost = schedule(algorithm, collective, len(nodes), root=root, node=_named(nodes)).cost()
+    return Share(cost["steps"], cost["sent_max"], cost["reduced_max"])
+
+
 def _sizes(algorithm: str, collective: str, nodes: tuple[int, ...], root: int) -> tuple[int, float]:
     """Chunks of a schedule, and messages of the rank that sends most."""
     of = _chunks_and_messages if is_written(algorithm) else _cached_sizes
@@ -186,16 +194,22 @@ def _named(nodes: tuple[int, ...]) -> tuple[int, ...]:
 def _shares(
     algorithm: str, collective: str, nodes: tuple[int, ...], root: int
 ) -> tuple[Share, Share]:
-    built = schedule(algorithm, collective, len(nodes), root=root, node=_named(nodes))
-    cost = built.cost()
     if not _named(nodes):
-        return Share(cost["steps"], cost["sent_max"], cost["reduced_max"]), Share(0, 0, 0)
-    crossing = cost["steps"]
+        return _whole(algorithm, collective, nodes, root), Share(0, 0, 0)
+    built = schedule(algorithm, collective, len(nodes), root=root, node=nodes)
+    cost = built.cost()
+    crossing, sent = cost["steps"], cost["sent_max"]
     if len(nodes) <= _COUNTED_RANKS:
-        rounds = sum(any(nodes[t.src] != nodes[t.dst] for t in r) for r in built.rounds)
-        crossing = min(crossing, rounds)
+        rounds = built.rounds
+        far = sum(any(nodes[t.src] != nodes[t.dst] for t in r) for r in rounds)
+        crossing = min(crossing, far)
+        within = [0] * len(nodes)
+        for t in (t for transfers in rounds for t in transfers):
+            within[t.src] += nodes[t.src] == nodes[t.dst]
+        chunks = len(nodes) if collective == "all_to_all" else built.nchunks
+        sent = max(within) / max(1, chunks)
     return (
-        Share(cost["steps"] - crossing, cost["sent_max"], cost["reduced_max"]),
+        Share(cost["steps"] - crossing, sent, cost["reduced_max"]),
         Share(crossing, cost["internode_sent_max"], 0),
     )
 
