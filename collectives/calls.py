@@ -420,7 +420,7 @@ class Calls:
         if out is None:
             buffer = new_like(x, shape)
             target = view(buffer, writable=True, what=f"{what}: out")
-            if stream is not None and target.stream is not None:
+            if stream is not None and source.stream is not None:
                 # Its library may have that memory in use on the current stream till now.
                 ordinal = int(target.device.partition(":")[2])
                 _core.let_wait(ordinal, stream_of(stream, what).handle, target.stream)

@@ -17,6 +17,7 @@ class _Kernels:
 
     def __init__(self):
         self.reason = self.kind = ""
+        self.captured = False
 
     def idle(self):
         if self.reason:
@@ -27,6 +28,16 @@ class _Kernels:
         self.reason, self.kind, self.about = reason, kind, about
 
 
+class _Unmarked:
+    """Marks that the GPU does not come to."""
+
+    def mark(self, stream):
+        return self
+
+    def done(self):
+        return False
+
+
 @pytest.mark.parametrize("how", ["synchronize", "wait", "done"])
 def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host(how):
     """`synchronize`, `Work.wait` and `Work.done` end kernels that wait, and raise the reason."""
@@ -34,7 +45,8 @@ def test_waiting_for_the_gpu_hears_what_ranks_tell_on_the_host(how):
     def body(comm):
         engine = device.DeviceEngine.__new__(device.DeviceEngine)
         engine.core, engine.host = _Kernels(), comm._core
-        work = device.DeviceWork(engine, lambda: "a result", None)
+        engine.marks = _Unmarked()
+        work = device.DeviceWork(engine, lambda: "a result", None, 0)
         with pytest.raises(cc.MismatchError, match="same side"):
             if comm.rank == 1:
                 comm._core.enter_device_call()

@@ -111,11 +111,11 @@ SWITCH_S = 3e-6
 # with fewer steps said otherwise.
 _NO_FAR = LinkModel(0.0, 0.0)
 GPU_LINKS: dict[str, Figures] = {
-    "packets": Figures(LinkModel(1.30e-6, 4.76e-12, 1.48e-12), _NO_FAR, 1.30e-6),
-    "lines": Figures(LinkModel(1.60e-6, 3.41e-12), _NO_FAR, 1.60e-6),
-    "fifos": Figures(LinkModel(7.22e-7, 2.86e-12), _NO_FAR, 1.03e-5),
-    "written": Figures(LinkModel(2.53e-6, 2.74e-12), _NO_FAR, 5.06e-6),
-    "steps": Figures(LinkModel(5.09e-6, 2.99e-12, 9.34e-13), _NO_FAR, 1.02e-5),
+    "packets": Figures(LinkModel(1.33e-6, 4.85e-12, 2.08e-13), _NO_FAR, 1.33e-6),
+    "lines": Figures(LinkModel(1.62e-6, 3.42e-12), _NO_FAR, 1.62e-6),
+    "fifos": Figures(LinkModel(1.18e-6, 2.86e-12, 1.27e-15), _NO_FAR, 9.41e-6),
+    "written": Figures(LinkModel(2.60e-6, 2.74e-12), _NO_FAR, 5.21e-6),
+    "steps": Figures(LinkModel(5.10e-6, 3.41e-12), _NO_FAR, 1.02e-5),
 }
 # Whose figures count where a kind has none: it does nearly the same.
 _STAND_INS = {
