@@ -423,7 +423,7 @@ class Calls:
             if stream is not None and source.stream is not None:
                 # Its library may have that memory in use on the current stream till now.
                 ordinal = int(target.device.partition(":")[2])
-                _core.let_wait(ordinal, stream_of(stream, what).handle, target.stream)
+                _core.let_wait(ordinal, stream_of(stream, what).handle, target.stream or 0)
             return target, buffer, lambda: finish(x, buffer)
         target = view(out, writable=True, what=f"{what}: out")
         if target.dtype != source.dtype:
