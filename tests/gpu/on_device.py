@@ -161,3 +161,19 @@ def run_on(
         return body(proxy)
 
     return cc.run_threads(n, wrapped, devices=devices, **more)
+
+
+def filled(comm: OnDevice, count: int, value: float, at: int = 0) -> Any:
+    """A cupy array of one value, float32, in the memory of `comm`."""
+    memory = cupy.cuda.MemoryPointer(comm.memory.mem, at)
+    array = cupy.ndarray((count,), cupy.float32, memory)
+    host = np.full(count, value, np.float32)
+    comm.copy(array.data.ptr, host.ctypes.data, host.nbytes, _H2D)
+    return array
+
+
+def back(comm: OnDevice, array: Any) -> Array:
+    """What is in an array of float32."""
+    host = np.empty(array.shape, np.float32)
+    comm.copy(host.ctypes.data, array.data.ptr, host.nbytes, _D2H)
+    return host

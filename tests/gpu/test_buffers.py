@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpus import GPUS, MARK, cupy
-from on_device import OnDevice, run_on
+from on_device import OnDevice, back, run_on
 
 import collectives as cc
 
@@ -51,12 +51,6 @@ def put(comm: OnDevice, array: Any, value: float) -> None:
     comm.copy(array.data.ptr, host.ctypes.data, host.nbytes, 1)
 
 
-def get(comm: OnDevice, array: Any) -> Any:
-    host = np.empty(array.shape, np.float32)
-    comm.copy(host.ctypes.data, array.data.ptr, host.nbytes, 2)
-    return host
-
-
 @pytest.mark.parametrize("until", ["released", "freed"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_call_on_a_freed_buffer(algorithm: str, until: str) -> None:
@@ -74,7 +68,7 @@ def test_a_call_on_a_freed_buffer(algorithm: str, until: str) -> None:
             comm.comm.synchronize()
         comm.stream.synchronize()
         comm.comm.barrier()
-        assert (get(comm, x) == comm.rank).all()
+        assert (back(comm, x) == comm.rank).all()
         return str(caught.value)
 
     start = time.monotonic()
@@ -116,7 +110,7 @@ def test_other_memory_where_a_buffer_was() -> None:
         with comm.stream:
             comm.comm.all_reduce(x, algorithm="direct_two_shot")
         comm.finish()
-        assert (get(comm, x) == 6).all()
+        assert (back(comm, x) == 6).all()
         return "right"
 
     words = run_on(3, ALL, body, timeout=20)
@@ -143,7 +137,7 @@ def test_a_buffer_lives_while_a_rank_holds_it() -> None:
             with comm.stream:
                 comm.comm.all_reduce(x, algorithm=algorithm)
             comm.finish()
-            assert (get(comm, x) == 6).all(), algorithm
+            assert (back(comm, x) == 6).all(), algorithm
         return True
 
     assert run_on(3, ALL, body, timeout=20) == [True] * 3
@@ -182,7 +176,7 @@ def test_one_rank_cannot(name: str) -> None:
             with comm.stream:
                 comm.comm.all_reduce(x, algorithm="direct_two_shot")
             comm.finish()
-            assert (get(comm, x) == 3).all()
+            assert (back(comm, x) == 3).all()
         return str(caught.value)
 
     start = time.monotonic()

@@ -15,7 +15,7 @@ import reference
 import soak
 from cases import Case, check, difference, random_values
 from gpus import GPUS, MARK, cupy
-from on_device import EMULATED, OnDevice, run_on
+from on_device import EMULATED, OnDevice, back, filled, run_on
 from test_leaks import SLACK
 
 import collectives as cc
@@ -32,6 +32,12 @@ PARTS = (
     "hierarchical(ring, halving_doubling)",
 )
 TWO_SHOT = "hierarchical(direct_two_shot, direct_two_shot)"
+
+
+@pytest.fixture(autouse=True)
+def little_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test says otherwise: four ranks would pin 128 MiB."""
+    monkeypatch.setenv("COLLECTIVES_STAGING", "1M")
 
 
 def rails_of(comm: OnDevice) -> Any:
@@ -205,21 +211,6 @@ def test_what_is_staged_whole_where_there_are_rails() -> None:
 
     told = run_on(4, DEVICES, body, nodes=[0, 0, 1, 1], timeout=20)
     assert "along rails: direct_one_shot from GPU to GPU within nodes" in told[0]
-
-
-def filled(comm: OnDevice, count: int, value: float, at: int = 0) -> Any:
-    """A cupy array of one value, in the memory of `comm`."""
-    memory = cupy.cuda.MemoryPointer(comm.memory.mem, at)
-    array = cupy.ndarray((count,), cupy.float32, memory)
-    host = np.full(count, value, np.float32)
-    comm.copy(array.data.ptr, host.ctypes.data, host.nbytes, 1)
-    return array
-
-
-def back(comm: OnDevice, array: Any) -> Any:
-    host = np.empty(array.size, np.float32)
-    comm.copy(host.ctypes.data, array.data.ptr, host.nbytes, 2)
-    return host
 
 
 def test_calls_follow_each_other_on_any_streams(monkeypatch: pytest.MonkeyPatch) -> None:

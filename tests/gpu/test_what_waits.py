@@ -8,14 +8,13 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import launch
 import numpy as np
 import pytest
 from cases import Case, check
 from gpus import GPUS, MARK, cupy
-from on_device import OnDevice, run_on
+from on_device import OnDevice, back, filled, run_on
 
 import collectives as cc
 from collectives.array import Stream
@@ -23,20 +22,6 @@ from collectives.array import Stream
 pytestmark = MARK
 
 ALL = list(range(GPUS))
-
-
-def filled(comm: OnDevice, count: int, value: float, at: int = 0) -> Any:
-    """An array in the memory of `comm`."""
-    array = cupy.ndarray((count,), cupy.float32, cupy.cuda.MemoryPointer(comm.memory.mem, at))
-    host = np.full(count, value, np.float32)
-    comm.copy(array.data.ptr, host.ctypes.data, host.nbytes, 1)
-    return array
-
-
-def back(comm: OnDevice, array: Any) -> Any:
-    host = np.empty(array.size, np.float32)
-    comm.copy(host.ctypes.data, array.data.ptr, host.nbytes, 2)
-    return host
 
 
 def test_waiting_for_a_call_does_not_wait_for_later_ones() -> None:

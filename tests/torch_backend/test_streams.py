@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,11 +51,12 @@ class Mark:
 
 
 class SideStream:
-    """The core's, of a GPU."""
+    """The core's, of a GPU, on a stream that is torch's: it outlives the group."""
 
-    def __init__(self, log: Log, ordinal: int) -> None:
+    def __init__(self, log: Log, ordinal: int, stream: int) -> None:
+        assert stream == 100 + ordinal
         self._log = log
-        self.handle = 100 + ordinal
+        self.handle = stream
 
     def begin(self, current: int) -> Mark:
         self._log.said.append(f"{self._log.name(self.handle)} waits for {self._log.name(current)}")
@@ -80,8 +82,8 @@ class OnGpu:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
 
-    def external(handle: int, device: torch.device) -> Any:
-        assert handle == 100 + device.index
+    def of_torch(device: torch.device) -> Any:
+        handle = 100 + device.index
         return SimpleNamespace(cuda_stream=handle, name=log.name(handle))
 
     def with_stream(stream: Any, do: Callable[[], None]) -> None:
@@ -92,8 +94,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     def current_stream(device: Any) -> Any:
         return SimpleNamespace(cuda_stream=log.current, name=log.name(log.current))
 
-    monkeypatch.setattr(_core, "SideStream", lambda ordinal: SideStream(log, ordinal))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(_core, "SideStream", partial(SideStream, log))
+    monkeypatch.setattr(torch.cuda, "Stream", of_torch)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     for module in (streams, base):
         monkeypatch.setattr(module, "current_stream", lambda ordinal: log.current)
