@@ -9,10 +9,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from collectives import cli
+from collectives.cli import run as launcher
 
 # `tell` writes a line at once and whole, so that lines of several ranks do not mix.
 PRELUDE = """
@@ -300,3 +302,13 @@ def test_commands(capsys, tmp_path, monkeypatch):
     assert cli.main(["gret"]) == 2
     assert "unknown command 'gret'; did you mean 'greet'?" in capsys.readouterr().err
     sys.modules.pop("collectives.cli.greet", None)
+
+
+def test_what_the_launcher_tells_is_written_in_one_piece(monkeypatch):
+    """Else a line of a rank, which goes to the same pipe, comes between a line and its end."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
+    launcher._tell("rank 2 was ended")
+    monkeypatch.undo()
+    assert written == ["collectives run: rank 2 was ended\n"]

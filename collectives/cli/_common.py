@@ -238,7 +238,8 @@ def in_words(
             if rank == 0 or not getattr(error, EVERYWHERE, False):
                 where = f" (rank {rank})" if rank else ""
                 name = run.__module__.rpartition(".")[2]
-                print(f"python -m collectives {name}{where}: {error}", file=sys.stderr)
+                # In one piece: other ranks may write to the same pipe.
+                sys.stderr.write(f"python -m collectives {name}{where}: {error}\n")
             return USAGE
 
     return wrapped

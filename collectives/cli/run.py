@@ -347,4 +347,6 @@ def _count(running: Sequence[int]) -> str:
 
 
 def _tell(text: str) -> None:
-    print(f"collectives run: {text}", file=sys.stderr, flush=True)
+    # In one piece, so that what a rank writes cannot come between the line and its end.
+    sys.stderr.write(f"collectives run: {text}\n")
+    sys.stderr.flush()
