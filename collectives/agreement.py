@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .errors import MismatchError
@@ -19,6 +19,21 @@ def exchange(comm: Communicator, value: Any) -> list[Any]:
     comm._check_open()
     answers = comm._bootstrap.all_gather(json.dumps(value).encode())
     return [json.loads(answer) for answer in answers]
+
+
+def on_rank_0(comm: Communicator, what: str, do: Callable[[], Any]) -> None:
+    """Runs `do` on rank 0. Raises OSError on all ranks, which says what cannot be done and why, if
+    it does there. Collective.
+    """
+    error = ""
+    if comm.rank == 0:
+        try:
+            do()
+        except OSError as problem:
+            error = f"rank 0 cannot {what}: {problem}"
+    told = exchange(comm, error)[0]
+    if told:
+        raise OSError(told)
 
 
 def agree(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .agreement import exchange
+from .agreement import exchange, on_rank_0
 from .side_stream import SideWork
 from .work import ThenWork, Work
 
@@ -207,16 +207,12 @@ def write_events(comm: Communicator, events: list[dict[str, Any]], path: str | P
     ranks if rank 0 cannot.
     """
     parts = exchange(comm, events)
-    error = ""
-    if comm.rank == 0:
+
+    def write() -> None:
         text = json.dumps({"traceEvents": [*chain(*parts)], "displayTimeUnit": "ms"})
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as problem:
-            error = f"rank 0 cannot write the trace: {problem}"
-    told = exchange(comm, error)[0]
-    if told:
-        raise OSError(told)
+        Path(path).write_text(text, encoding="utf-8")
+
+    on_rank_0(comm, "write the trace", write)
 
 
 @contextlib.contextmanager

@@ -98,11 +98,8 @@ Opened::Opened(const std::string& handle) {
   pointer_ = static_cast<unsigned char*>(mapped);
 }
 Opened::~Opened() {
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device_);
+  const OnDevice current(device_, std::nothrow);
   cudaIpcCloseMemHandle(pointer_);
-  cudaSetDevice(before);
 }
 
 }  // namespace collectives::device

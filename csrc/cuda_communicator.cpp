@@ -62,9 +62,7 @@ void DeviceCommunicator::Impl::close() {
   if (closed) return;
   closed = true;
   const WhileCapturing relaxed;
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(config.device);
+  const OnDevice current(config.device, std::nothrow);
   if (recorded) cudaEventSynchronize(last_event);
   watch.reset();  // till then: whom a kernel waits for may die
   if (stream != nullptr) cudaStreamSynchronize(stream);  // what abort() writes to peers
@@ -86,7 +84,6 @@ void DeviceCommunicator::Impl::close() {
   for (const cudaEvent_t event : {last_event, branch_event})
     if (event != nullptr) cudaEventDestroy(event);
   if (stream != nullptr) cudaStreamDestroy(stream);
-  cudaSetDevice(before);
 }
 
 // ---- errors -------------------------------------------------------------------------------------

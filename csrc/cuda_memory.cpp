@@ -40,8 +40,19 @@ OnDevice::OnDevice(int device) : device_(device) {
   check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
   if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
 }
+OnDevice::OnDevice(int device, std::nothrow_t) noexcept : before_(device), device_(device) {
+  cudaGetDevice(&before_);
+  if (before_ != device) cudaSetDevice(device);
+}
 OnDevice::~OnDevice() {
   if (before_ != device_) cudaSetDevice(before_);
+}
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 WhileCapturing::WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -83,8 +94,7 @@ struct Dropped {
   void* pointer;
   u64 bytes;
 
-  void free() const {
-    cudaSetDevice(device);
+  void free() const {  // with `device` as the current one
     if (home == Home::device) {
       cudaFree(pointer);
     } else if (home == Home::pinned) {
@@ -119,10 +129,8 @@ void free_dropped_memory(int device) {
     mine.assign(others, all.end());
     all.erase(others, all.end());
   }
-  int before = 0;
-  cudaGetDevice(&before);
+  const OnDevice current(device, std::nothrow);
   for (const Dropped& one : mine) one.free();
-  if (!mine.empty()) cudaSetDevice(before);
 }
 
 namespace {
@@ -219,11 +227,8 @@ Arenas::Arenas(int rank, int nranks, int device, Home home)
 
 Arenas::~Arenas() {
   if (opened_.empty()) return;
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device_);
+  const OnDevice current(device_, std::nothrow);
   for (void* p : opened_) cudaIpcCloseMemHandle(p);
-  cudaSetDevice(before);
 }
 
 void Arenas::allocate(u64 bytes, cudaStream_t stream) {

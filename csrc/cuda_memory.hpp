@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ void check_cuda(cudaError_t error, const char* what);
 class OnDevice {
  public:
   explicit OnDevice(int device);
+  OnDevice(int device, std::nothrow_t) noexcept;  // where something ends: errors are of no use
   ~OnDevice();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
@@ -41,6 +43,9 @@ class WhileCapturing {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
+
+// Is the stream being captured into a CUDA graph?
+bool is_captured(cudaStream_t stream);
 
 Geometry make_geometry(int nranks, int strands, Home home);
 

@@ -13,6 +13,7 @@
 namespace collectives {
 
 using device::check_cuda;
+using device::is_captured;
 using device::OnDevice;
 
 namespace {
@@ -147,13 +148,7 @@ std::shared_ptr<Mark> SideStream::end() const { return mark(handle()); }
 void let_wait(int device, std::uintptr_t stream, std::uintptr_t before) {
   if (stream == before) return;
   const OnDevice on(device);
-  for (const std::uintptr_t one : {stream, before}) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long capture = 0;
-    check_cuda(cudaStreamGetCaptureInfo(stream_of(one), &status, &capture),
-               "cudaStreamGetCaptureInfo");
-    if (status != cudaStreamCaptureStatusNone) return;
-  }
+  if (is_captured(stream_of(stream)) || is_captured(stream_of(before))) return;
   cudaEvent_t event = nullptr;
   check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   cudaError_t error = cudaEventRecord(event, stream_of(before));

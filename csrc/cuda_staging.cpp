@@ -53,12 +53,8 @@ class CopyStreams {
       check_cuda(cudaStreamCreateWithFlags(one, cudaStreamNonBlocking), "cudaStreamCreate");
   }
   ~CopyStreams() {
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(device_);
-    for (const cudaStream_t one : {down, up})
-      if (one != nullptr) cudaStreamDestroy(one);
-    cudaSetDevice(before);
+    const OnDevice current(device_, std::nothrow);
+    for (const cudaStream_t one : {down, up}) cudaStreamDestroy(one);
   }
   CopyStreams(const CopyStreams&) = delete;
   CopyStreams& operator=(const CopyStreams&) = delete;
@@ -217,9 +213,7 @@ void Staging::State::close() {
   if (closed) return;
   closed = true;
   const WhileCapturing relaxed;
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device);
+  const OnDevice current(device, std::nothrow);
   while (control != nullptr && ended() < issued) std::this_thread::sleep_for(microseconds(100));
   for (const cudaEvent_t one : waits_left) {
     cudaEventSynchronize(one);
@@ -234,7 +228,6 @@ void Staging::State::close() {
       if (one != nullptr) cudaEventDestroy(one);
   if (pinned != nullptr) cudaFreeHost(pinned);
   if (control != nullptr) cudaFreeHost(control);
-  cudaSetDevice(before);
 }
 
 // ---- a call, when its turn has come -------------------------------------------------------------
@@ -470,11 +463,7 @@ std::uintptr_t Staging::make_scratch(std::size_t bytes) {
 
 void Staging::refuse_capture(std::uintptr_t stream) const {
   const OnDevice current(state_->device);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  check_cuda(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &capture),
-             "cudaStreamGetCaptureInfo");
-  if (status != cudaStreamCaptureStatusNone)
+  if (is_captured(reinterpret_cast<cudaStream_t>(stream)))
     throw Error(ErrorKind::unsupported,
                 "a call between nodes cannot be captured in a CUDA graph: a thread of the host "
                 "takes part in it, which a replay would not start. Make the call between two "

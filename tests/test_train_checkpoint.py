@@ -420,7 +420,6 @@ def updates_after_kills(root, how):
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_a_kill_leaves_the_old_or_the_new(tmp_path):
     """Before whatever call it comes: the old one until a rename, the new one from then on."""
     found = updates_after_kills(tmp_path / "run", "replace")
@@ -430,7 +429,6 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 @pytest.mark.parametrize("how", ["in_place", "anew"])
 def test_those_kills_would_find_another_way_of_writing(tmp_path, how):
     found = updates_after_kills(tmp_path / "run", how)

@@ -61,9 +61,13 @@ def chunk_squares(x: Any) -> Any:
         if whole * CHUNK < x.size:
             rest = x[whole * CHUNK :].astype(wide, copy=False)
             found[whole:] = _rows(rest.reshape(1, -1))
-        for i in np.flatnonzero(~np.isfinite(found)):
-            chunk = x[i * CHUNK : (i + 1) * CHUNK].astype(np.float64)
-            found[i] = _rows(chunk.reshape(1, -1))[0]
+        beyond = np.flatnonzero(np.isinf(found[:whole]))
+        chunks = x[: whole * CHUNK].reshape(-1, CHUNK)
+        for low in range(0, beyond.size, _BLOCK):
+            some = beyond[low : low + _BLOCK]
+            found[some] = _rows(chunks[some].astype(np.float64))
+        if np.isinf(found[whole:]).any():
+            found[whole:] = _rows(x[whole * CHUNK :].astype(np.float64).reshape(1, -1))
     return found
 
 

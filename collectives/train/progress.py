@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..agreement import exchange
+from ..agreement import on_rank_0
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -67,15 +67,11 @@ class Log:
 
     def __init__(self, path: str | Path | None, comm: Communicator) -> None:
         self._path = Path(path) if path is not None and comm.rank == 0 else None
-        error = ""
+        on_rank_0(comm, "write metrics", self._try)
+
+    def _try(self) -> None:
         if self._path is not None:
-            try:
-                self._path.open("a", encoding="utf-8").close()
-            except OSError as problem:
-                error = f"rank 0 cannot write metrics: {problem}"
-        told = exchange(comm, error)[0]
-        if told:
-            raise OSError(told)
+            self._path.open("a", encoding="utf-8").close()
 
     def write(self, metrics: Metrics) -> None:
         if self._path is not None:
