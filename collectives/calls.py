@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
 from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
-from .device_sum import ORDERS, make_device_sum
 from .device_table import tuner_of
 from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
+from .known_calls import Key, KnownCalls
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .staging import StagedEngine
 from .tuning import ANY_SIZE, Tuner, known_algorithm
@@ -45,6 +44,7 @@ ANY_PAIR = 1 << 62
 COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
 DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
 OPS = {name: i for i, name in enumerate(_core.ops)}
+ORDERS = {None: 0, "any": 0, "rank": 1}  # of sums
 # Where a call's arguments to the core have the addresses of its input and output, and its order.
 _SOURCE, _TARGET, _ORDER = 4, 5, 10
 
@@ -70,7 +70,7 @@ class Calls:
     _device: DeviceEngine | None  # None until the first device array
     _gpu_path: str  # COLLECTIVES_GPU_PATH
     _moved_by_host: bool  # what is on the GPU was sent or received by way of the host
-    _device_sum: Callable[[Any, Any, Any, Any], bool] | None
+    _known: KnownCalls | None  # None until there is a GPU engine, and when closed
     _closed: bool
     _in_flight: InFlight
     _group: Group | None  # the one that is open
@@ -182,9 +182,12 @@ class Calls:
         stream: Any = None,
         result: Callable[[], Any],
         keep: tuple[Any, ...] = (),
+        key: Key | None = None,
     ) -> Any:
         """Runs or queues a call on checked views; what the user gets is `result()`, or a Work for
         it.
+
+        key  as what `KnownCalls` is to keep it
         """
         self._check_open()
         if order not in ORDERS:
@@ -226,7 +229,10 @@ class Calls:
                     return ended()
 
                 return self._group.add(run_there)
-            self._run_on_device(*start)
+            options = self._run_on_device(*start)
+            if key is not None and options is not None and self._known is not None:
+                sizes = (source.nbytes, target.nbytes)  # type: ignore[union-attr]
+                self._known.learn(key, options, arguments, sizes)
             if async_op:
                 stream = put_on.handle if put_on is not None else own or 0
                 return DeviceWork(self._engine(device), result, (source, target, *keep), stream)
@@ -245,6 +251,13 @@ class Calls:
             return QueuedWork(work, result, held)
         self._call(*arguments)
         return result()
+
+    def _again(self, x: Any, out: Any, stream: Any, *how: Hashable) -> Key | None:
+        """Makes a call on a GPU that is like one before; see `KnownCalls.call`."""
+        known = self._known
+        if known is None or self._group is not None:
+            return None
+        return known.call(x, out, stream, how)
 
     # ---- on GPUs ---------------------------------------------------------------------------------
 
@@ -286,14 +299,7 @@ class Calls:
             return
         self._device = DeviceEngine(self._bootstrap, self._core, *here, self._moved_by_host)
         self._choose_by(tuner_of(self._device, self._bootstrap, self._tuner.rules, self._gpu_table))
-        own = weakref.WeakMethod(self._checked_algorithm)  # else this communicator held itself
-
-        def choose(collective: str, nbytes: int) -> str:
-            alive = own()
-            assert alive is not None, "the communicator holds what calls this"
-            return alive(collective, nbytes)
-
-        self._device_sum = make_device_sum(self._device, choose)
+        self._known = KnownCalls(self._device)
 
     def _choose_by(self, tuner: DeviceTuner) -> None:
         """Makes `tuner` what chooses for device arrays."""
@@ -315,7 +321,10 @@ class Calls:
         algorithm: str | None,
         stream: int,
         put_on: Stream | None,
-    ) -> None:
+    ) -> object:
+        """Puts a call on a stream. Returns the options that the core was told, None if the call
+        goes by way of the host.
+        """
         engine = self._engine(device)
         if put_on is not None:
             self._check_stream(put_on, engine, collective)
@@ -323,7 +332,7 @@ class Calls:
         beside = put_on is not None and put_on.beside
         if isinstance(engine, StagedEngine):
             self._run_staged(engine, collective, arguments, root, nbytes, algorithm, stream, beside)
-            return
+            return None
         if algorithm is None or algorithm == "auto":
             algorithm = self._choose_on_gpu(collective, nbytes)
             if collective == "all_to_all" and arguments[_SOURCE] == arguments[_TARGET]:
@@ -343,7 +352,7 @@ class Calls:
             if is_written(algorithm):
                 written = schedule(algorithm, collective, self.size, root=root, node=self.nodes)
                 engine.define(algorithm, collective, root, written._core)
-        engine.run(arguments, algorithm, stream, nbytes, beside)
+        return engine.run(arguments, algorithm, stream, nbytes, beside)
 
     def _in_place(self, algorithm: str, nbytes: int) -> str:
         """What serves an all_to_all in place, where `algorithm` was chosen: tables are measured out

@@ -95,7 +95,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         on_node = [r for r in range(self.size) if self.nodes[r] == self.node]
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
         self._closed = False
-        self._device = self._device_sum = None
+        self._device = self._known = None
         self._moved_by_host = False
         self._group = None
         self._in_flight = InFlight()
@@ -284,7 +284,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         if self._closed:
             return
         self._closed = True
-        self._device_sum = None
+        self._known = None
         if self._device is not None:
             self._device.close()
         self._core.close()

@@ -283,14 +283,15 @@ class DeviceEngine:
         stream: int,
         nbytes: int = 0,
         beside: bool = False,
-    ) -> None:
-        """Puts a call of `nbytes` bytes (alike on all ranks) on a stream.
+    ) -> object:
+        """Puts a call of `nbytes` bytes (alike on all ranks) on a stream. Returns its options.
 
         Raises what a peer told on the host, after ending the kernels that wait for it.
         """
         collective = _core.collectives[arguments[0]]
         options = self.options(algorithm, collective, nbytes, beside)
         self.run_known(options, stream, arguments)
+        return options
 
     def run_known(self, options: object, stream: int, arguments: tuple[Any, ...]) -> None:
         """`run` with `options` that are known."""

@@ -83,6 +83,11 @@ class Movements(Calls):
         out  where the result goes (x may be this rank's own block of it). If its count is no
              multiple of size, blocks are those of numpy.array_split, as reduce_scatter makes them.
         """
+        key = None
+        if out is not None and algorithm is None and not async_op:
+            key = self._again(x, out, stream, "all_gather")
+            if key == ():
+                return out
         source = view(x, writable=False, what="all_gather: x")
         shape = (self.size * source.shape[0], *source.shape[1:]) if source.shape else (self.size,)
         target, buffer, result = self._target("all_gather", x, source, out, shape, stream)
@@ -109,6 +114,7 @@ class Movements(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer),
+            key=key,
         )
 
     def all_gather_v(
@@ -128,14 +134,17 @@ class Movements(Calls):
         counts  lengths of the first axes of all ranks, equal on all; found out with a small
                 all_gather if not given
         """
+        lengths = None if counts is None else self._counts(counts)
+        key = None
+        if out is not None and lengths is not None and algorithm is None and not async_op:
+            key = self._again(x, out, stream, "all_gather_v", *lengths)
+            if key == ():
+                return out
         source = view(x, writable=False, what="all_gather_v: x")
         row = math.prod(source.shape[1:]) if source.shape else 1
         rows = source.shape[0] if source.shape else 1
-        lengths = (
-            self._counts(counts)
-            if counts is not None
-            else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
-        )
+        if lengths is None:
+            lengths = [int(c) for c in self.all_gather(np.array([rows], np.int64))]
         if lengths[self.rank] != rows:
             raise ArrayError(
                 f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
@@ -159,6 +168,7 @@ class Movements(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer),
+            key=key,
         )
 
     def gather(

@@ -45,19 +45,16 @@ class Reductions(Calls):
         UnsupportedError for an op that the dtype lacks or an algorithm that cannot run here,
         ArrayError for strides, read-only or partly overlapping arrays.
         """
-        if (
-            algorithm is None
-            and not async_op
-            and op == "sum"
-            and self._group is None
-            and factor is None
-        ):
+        key = None
+        if algorithm is None and not async_op and factor is None and self._group is None:
             # Loaded before it is called: as a method CPython would look it up in all bases first,
             # which takes 12 of 230 ns.
-            device_sum = self._device_sum
-            if device_sum is not None and device_sum(x, out, order, stream):
-                return x if out is None else out
-            if order is None and stream is None:
+            known = self._known
+            if known is not None:
+                key = known.call(x, out, stream, ("all_reduce", op, order))
+                if key == ():
+                    return x if out is None else out
+            if op == "sum" and order is None and stream is None:
                 plain_sum = self._fast_sum
                 if out is None:
                     if plain_sum(x):
@@ -99,6 +96,7 @@ class Reductions(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer),
+            key=key,
         )
 
     def reduce(
@@ -170,6 +168,11 @@ class Reductions(Calls):
         `all_gather` is the inverse (for unequal blocks with out= an array of the full size). Other
         arguments and errors as for `all_reduce`.
         """
+        key = None
+        if out is not None and algorithm is None and factor is None and not async_op:
+            key = self._again(x, out, stream, "reduce_scatter", op, order)
+            if key == ():
+                return out
         source = view(x, writable=False, what="reduce_scatter: x")
         even = bool(source.shape) and source.shape[0] % self.size == 0
         each, extra = divmod(source.count, self.size)
@@ -195,6 +198,7 @@ class Reductions(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer),
+            key=key,
         )
 
     def reduce_scatter_v(
@@ -214,6 +218,11 @@ class Reductions(Calls):
         `counts` on all ranks. `out` may be this rank's own block of x.
         """
         lengths = self._counts(counts)
+        key = None
+        if out is not None and algorithm is None and factor is None and not async_op:
+            key = self._again(x, out, stream, "reduce_scatter_v", op, order, *lengths)
+            if key == ():
+                return out
         source = view(x, writable=False, what="reduce_scatter_v: x")
         target, buffer, result = self._target(
             "reduce_scatter_v", x, source, out, (lengths[self.rank],), stream
@@ -237,4 +246,5 @@ class Reductions(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer),
+            key=key,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from collectives.array.dtypes import numpy_dtype
 from collectives.train import LAMB, fused, norms
 from collectives.train.norms_on_gpu import EXACT
 
+SIZE = 14_000
+CUTS = [(0, 5003), (5003, 5003), (5003, 9500), (9504, SIZE), (9500, 9504)]
 COMPILER = shutil.which("g++") or shutil.which("c++")
-C_TYPES = {"float32": "float", "float64": "double", "uint16": "unsigned short"}
-# As cupy's: to nearest, ties to even.
+# As a GPU's: to nearest, ties to even.
 HALF = """
 struct float16 {
   unsigned short bits;
+  float16() = default;
   explicit operator float() const {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     const float size = exponent ? std::ldexp(mantissa + 1024.f, exponent - 25)
@@ -38,30 +42,57 @@ struct float16 {
 """
 
 
-def on_host(folder, name, arrays, numbers):
-    """The kernel as a function over pointers: cupy's loop, here written out."""
-    kinds = tuple((key, x.dtype.name) for key, x in arrays.items())
-    reads, writes, body = fused.text(name, kinds, tuple(numbers))
+# The kernel's threads one after another, block by block.
+DRIVER = """
+#include <cmath>
+using std::sqrt;
+#define __device__
+#define __global__
+#define __launch_bounds__(threads)
+struct Index {{ int x; }};
+static Index blockIdx, threadIdx;
+{text}
+extern "C" void run(const void* parts, int count, int blocks, int threads) {{
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+      collectives_{name}((const Part*)parts, count);
+}}
+"""
 
-    def typed(text):
-        return [part.strip().split(" ") for part in text.split(",")]
 
-    (g_type, _), *scalars = typed(reads)
-    written = typed(writes)
-    head = [f"const {g_type}* g_", f"const {scalars[0][0]}* numbers_"]
-    head += [f"{t}* {n}_" for t, n in written]
-    lines = ["#include <cmath>", "#define __device__", "using std::sqrt;", fused.PREAMBLE, HALF]
-    lines += [f"using {t} = {c};" for t, c in C_TYPES.items()]
-    lines += [f'extern "C" void run(long n, {", ".join(head)}) {{']
-    lines += [f"const auto {n} = numbers_[{i}];" for i, (_, n) in enumerate(scalars)]
-    lines += ["for (long i = 0; i < n; ++i) {", "const auto g = g_[i];"]
-    lines += [f"auto& {n} = {n}_[i];" for _, n in written]
-    lines += [body, "} }"]
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text("\n".join(lines))
-    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True, timeout=60)
-    return ctypes.CDLL(str(library)).run
+class Array:
+    """An array of numpy with what cupy's have."""
+
+    def __init__(self, values):
+        self.held, self.size, self.dtype = values, values.size, values.dtype
+        self.data = SimpleNamespace(ptr=values.ctypes.data)
+        self.device = SimpleNamespace(id=0)
+
+
+def on_host(folder, name, parts, numbers, monkeypatch):
+    """`fused.Parts` whose kernel is compiled for the host."""
+
+    def kernel(name, kinds, numbers):
+        text = HALF + fused.BFLOAT + fused.source(name, kinds, numbers)
+        source, library = folder / "kernel.cpp", folder / "kernel.so"
+        source.write_text(DRIVER.format(text=text, name=name))
+        command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+        subprocess.run([*command, str(source), "-o", str(library)], check=True, timeout=60)
+        run = ctypes.CDLL(str(library)).run
+
+        def launch(grid, block, arguments):
+            rows, count = arguments
+            run(ctypes.c_void_p(rows.held.ctypes.data), int(count), grid[0], block[0])
+
+        return launch
+
+    device = SimpleNamespace(Device=lambda ordinal: nullcontext())
+    cupy = SimpleNamespace(cuda=device, asarray=Array)
+    monkeypatch.setattr(fused, "_kernel", kernel)
+    monkeypatch.setattr(fused, "namespace", lambda x: cupy)
+    return fused.Parts(
+        name, numbers, [{k: Array(x) for k, x in arrays.items()} for arrays in parts]
+    )
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -78,14 +109,16 @@ def on_host(folder, name, arrays, numbers):
     ids=str,
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path):
-    """Dtypes are those of what is kept, of gradients, and of parameters as they are used."""
+def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path, monkeypatch):
+    """Dtypes are those of what is kept, of gradients, and of parameters as they are used. Parts
+    are longer than a tile, begin at any address, or have nothing in them.
+    """
     kept, low, to = kinds
     random = np.random.default_rng(3)
-    w, *state = (random.normal(size=1000).astype(numpy_dtype(kept)) for _ in range(3))
+    w, *state = (random.normal(size=SIZE).astype(numpy_dtype(kept)) for _ in range(3))
     w[:20] = w[:20] * w.dtype.type(1e-6)  # less than a normal float16
     states = dict(zip(optimizer.slots, map(np.abs, state), strict=False))
-    g = random.normal(size=1000).astype(numpy_dtype(low))
+    g = random.normal(size=SIZE).astype(numpy_dtype(low))
     coefficient, lr, step = 0.37, 0.05, 3
     wide = np.float64 if kept == "float64" else np.float32
     wanted, theirs = w.astype(wide), {k: v.astype(wide) for k, v in states.items()}
@@ -105,11 +138,12 @@ def test_the_text_has_the_bits_of_the_optimizer(optimizer, kinds, tmp_path):
             states, theirs = {}, {}
     arrays = {"g": g, "w": w, **states}
     if to is not None:
-        arrays["used"] = np.empty(1000, numpy_dtype(to))
-    run = on_host(tmp_path, name, arrays, numbers)
-    scalars = np.array([coefficient, *numbers.values()], wide)
-    pointers = [a.ctypes.data for a in (g, scalars, *list(arrays.values())[1:])]
-    run(ctypes.c_long(w.size), *map(ctypes.c_void_p, pointers))
+        arrays["used"] = np.empty(SIZE, numpy_dtype(to))
+    parts = [{k: x[low:high] for k, x in arrays.items()} for low, high in CUTS]
+    run = on_host(tmp_path, name, parts, tuple(numbers), monkeypatch).run
+    # What the empty part is told reaches no other.
+    told = (coefficient, *numbers.values())
+    run([told, (5.0,) * len(told), *[told] * (len(CUTS) - 2)])
     assert w.tobytes() == wanted.astype(w.dtype).tobytes()
     if to is not None:
         assert arrays["used"].tobytes() == wanted.astype(numpy_dtype(to)).tobytes()

@@ -40,6 +40,13 @@ class Cupy(Cuda):
         """cupy's current stream, as an integer."""
         return self._current_stream().ptr or LEGACY_STREAM
 
+    def glance(self, x: Any) -> tuple[int, int, Any, int] | None:
+        data = x.data
+        return (data.ptr, x.size, x.dtype, data.device_id) if x.flags.c_contiguous else None
+
+    def current_stream(self, ordinal: int) -> int:
+        return self.stream()
+
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
         if not gpu or not x.flags.c_contiguous:
             return super().view(x, writable, what, gpu)  # says why not

@@ -21,6 +21,20 @@ class Kind(ABC):
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
         """Where x lies; see `collectives.array.view`."""
 
+    def glance(self, x: Any) -> tuple[int, int, Any, int] | None:
+        """Address, elements, the library's dtype and the GPU of an array there; None for one on the
+        host, and for what only `view` can judge.
+        """
+        return None
+
+    def current_stream(self, ordinal: int) -> int:
+        """The handle of the library's current stream of a GPU, for arrays that `glance` knows."""
+        raise NotImplementedError
+
+    def has_written(self, x: Any) -> None:
+        """A call wrote into an array that `glance` knows."""
+        return
+
     def immutable(self, x: Any) -> bool:
         return False
 

@@ -17,7 +17,18 @@ class Torch(Kind):
         from .torch_streams import current_stream
 
         self.torch = torch
-        self._current_stream = current_stream
+        self.current_stream = current_stream  # type: ignore[method-assign] # as it is: less time
+
+    def glance(self, x: Any) -> tuple[int, int, Any, int] | None:
+        if not x.is_cuda or x.requires_grad or x.layout is not self.torch.strided:
+            return None
+        if not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return None
+        return x.data_ptr(), x.numel(), x.dtype, x.get_device()
+
+    def has_written(self, x: Any) -> None:
+        if not x.is_inference():
+            self.torch.autograd.graph.increment_version(x)
 
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
         torch = self.torch
@@ -53,7 +64,7 @@ class Torch(Kind):
                 )
             if not gpu:
                 raise no_gpu_error(what, device)
-            stream = self._current_stream(x.get_device())
+            stream = self.current_stream(x.get_device())
         try:
             pointer = x.data_ptr()
         except RuntimeError as error:

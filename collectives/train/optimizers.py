@@ -74,6 +74,10 @@ class Optimizer:
         """Layerwise: puts into g the array whose norm counts."""
         raise NotImplementedError
 
+    def direction_on_gpu(self, step: int) -> tuple[str, dict[str, float]]:
+        """Layerwise: as `on_gpu`, for `direction`."""
+        return "gradient", {}
+
     def trust(self, weight_norm: float, norm: float) -> float:
         """Layerwise: the ratio by which the step of this parameter is scaled."""
         raise NotImplementedError
@@ -309,5 +313,4 @@ class LAMB(_Moments):
         return "step", {"lr": lr}
 
     def direction_on_gpu(self, step: int) -> tuple[str, dict[str, float]]:
-        """As `on_gpu`, for `direction`."""
         return "lamb", self._numbers(step, 1.0, self.weight_decay)

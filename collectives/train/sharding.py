@@ -179,9 +179,10 @@ class Store:
 
     def gather(self, comm: Communicator, side: SideStreams, shard: Shard, out: Any) -> Work:
         """Launches the all_gather of a bucket's parameters into `out`."""
+        there = shard.bucket.device != "cpu"  # a GPU's stream goes on anyway
         return side.launch(
             shard.bucket.device,
-            partial(comm.all_gather_v, shard.used, shard.counts, out=out, async_op=True),
+            partial(comm.all_gather_v, shard.used, shard.counts, out=out, async_op=not there),
         )
 
     def publish(self, shard: Shard, *, rounded: bool = False) -> Work | None:

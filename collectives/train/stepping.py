@@ -6,16 +6,17 @@ What is kept in 16 bits is computed with in float32, and rounded once when it is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..array import dtype_name, namespace
-from .fused import on_gpu, run
+from ..array import device_name, dtype_name, namespace
+from .fused import Parts, kinds_of, on_gpu
 from .norms import sums_of_squares, whole
-from .optimizers import LAMB, Optimizer
+from .optimizers import Optimizer
 from .precision import wide_dtype
 from .sharding import Piece, Shard, Store, host
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 # Elements that are stepped at a time, so that their arrays stay in the cache. AdamW on 10.3 million
 # float32 in blocks of 4, 8, 16, 32, 64 Ki took 43, 37, 33, 30, 28 ms (one core, Xeon).
 _BLOCK = 64 * 1024
+
+# Shards on a GPU are stepped in so many turns, if they are published: what one has stepped travels
+# while the next is stepped. A turn for each of 27 buckets cost the host 1.5 ms more.
+_TURNS = 4
 
 
 class _Run:
@@ -42,12 +47,48 @@ class _Run:
         self.used = None if shard.used is shard.master else shard.used[low:high]
 
 
+class _Turn:
+    """Shards that are stepped together and then published: one on the host, or some on GPUs.
+
+    runs  of each, by its number
+    """
+
+    def __init__(self, runs: Mapping[int, list[_Run]], *, there: bool) -> None:
+        self.runs = runs
+        self.there = there
+        self._kernels: list[tuple[Parts, list[_Run]]] = []
+        alike: dict[Any, list[tuple[_Run, dict[str, Any]]]] = {}
+        for mine in runs.values() if there else ():
+            for run in mine:
+                name, numbers = run.optimizer.on_gpu(1.0, 1)
+                kept = run.state if "velocity" not in run.state or "momentum" in numbers else {}
+                arrays = {"g": run.grad, "w": run.master, **kept}
+                if run.used is not None:
+                    arrays["used"] = run.used
+                kind = name, tuple(numbers), kinds_of(arrays), device_name(run.master)
+                alike.setdefault(kind, []).append((run, arrays))
+        for (name, numbers, *_), found in alike.items():
+            parts = Parts(name, numbers, [arrays for _, arrays in found])
+            self._kernels.append((parts, [run for run, _ in found]))
+
+    def step(self, numbers: Callable[[_Run], Sequence[float]]) -> None:
+        """Steps what is on GPUs."""
+        for parts, runs in self._kernels:
+            parts.run([numbers(run) for run in runs])
+
+
 class _How(NamedTuple):
     """One step, for all shards: see `Stepper.step`; `step` counts from 1."""
 
     coefficient: float
     step: int
     factor: float
+
+    def numbers(self, run: _Run) -> tuple[float, ...]:
+        """What a kernel is told of a run."""
+        optimizer = run.optimizer
+        _, numbers = optimizer.on_gpu(optimizer.lr * self.factor, self.step - run.missed)
+        return self.coefficient, *numbers.values()
 
 
 class Stepper:
@@ -65,7 +106,8 @@ class Stepper:
         self._optimizers = optimizers
         self._number = number
         self.missed: dict[str, int] = {}
-        self._all_runs: WeakKeyDictionary[Shard, list[_Run]] = WeakKeyDictionary()
+        # Of a step with all parameters, by the first shard, with which they go.
+        self._turns: WeakKeyDictionary[Shard, list[_Turn]] = WeakKeyDictionary()
 
     @property
     def lr(self) -> float:
@@ -74,7 +116,7 @@ class Stepper:
 
     def build(self) -> None:
         """The store was laid out anew, or `missed` set; nothing is kept of the old one."""
-        self._all_runs.clear()
+        self._turns.clear()
 
     def step(self, updates: int, factor: float, coefficient: float, unused: frozenset[str]) -> None:
         """One step, and its result in the parameters of all ranks. Collective over the ranks that
@@ -92,24 +134,47 @@ class Stepper:
             self._layerwise(coefficient, unused, step, factor)
             works = [self._store.publish(shard) for shard in self._store.shards]
         else:
-            for shard in self._store.shards:
-                gpu = on_gpu(shard.master, shard.grad)
-                for part in self._runs(shard, unused):
-                    own = how._replace(step=step - part.missed)
-                    (self._on_gpu if gpu else self._on_host)(shard, part, own)
-                # Travels while the next one is stepped.
-                works.append(self._store.publish(shard, rounded=gpu))
+            for turn in self._turns_of(unused):
+                turn.step(how.numbers)
+                for number, runs in turn.runs.items():
+                    shard = self._store.shards[number]
+                    if not turn.there:
+                        for run in runs:
+                            self._on_host(shard, run, how._replace(step=step - run.missed))
+                    # Travels while the next ones are stepped.
+                    works.append(self._store.publish(shard, rounded=turn.there))
         for work in works:
             if work is not None:
                 work.wait()
         if unused:  # the same on all ranks
             self.missed |= {name: self.missed.get(name, 0) + 1 for name in unused}
-            self._all_runs.clear()
+            self._turns.clear()
 
-    def _on_gpu(self, shard: Shard, part: _Run, how: _How) -> None:
-        name, numbers = part.optimizer.on_gpu(part.optimizer.lr * how.factor, how.step)
-        kept = part.state if "velocity" not in part.state or "momentum" in numbers else {}
-        run(name, part.master, part.grad, how.coefficient, kept, numbers, part.used)
+    def _turns_of(self, unused: frozenset[str]) -> list[_Turn]:
+        """All shards in turns."""
+        shards = self._store.shards
+        if not shards:
+            return []
+        if not unused and shards[0] in self._turns:
+            return self._turns[shards[0]]
+        there = [on_gpu(shard.master, shard.grad) for shard in shards]
+        travel = self._store.comm is not None and self._store.stage < 3
+        each = sum(shard.bucket.count for shard in shards) / (_TURNS if travel else 1)
+        numbers: list[list[int]] = []
+        count = math.inf  # elements in the last turn; it takes no more from `each` on
+        for number, shard in enumerate(shards):
+            if count >= each or not there[number]:
+                numbers.append([])
+                count = 0
+            numbers[-1].append(number)
+            count = count + shard.bucket.count if there[number] else math.inf
+        turns = [
+            _Turn({i: self._runs(shards[i], unused) for i in turn}, there=there[turn[0]])
+            for turn in numbers
+        ]
+        if not unused:
+            self._turns[shards[0]] = turns
+        return turns
 
     def _on_host(self, shard: Shard, part: _Run, how: _How) -> None:
         low, high, optimizer = part.low, part.high, part.optimizer
@@ -140,8 +205,6 @@ class Stepper:
 
     def _runs(self, shard: Shard, unused: frozenset[str]) -> list[_Run]:
         """Neighbouring pieces with one optimizer, as one."""
-        if not unused and shard in self._all_runs:
-            return self._all_runs[shard]
         ends: list[tuple[int, int, Optimizer, int]] = []
         for piece in shard.pieces:
             if piece.name in unused:
@@ -151,48 +214,86 @@ class Stepper:
                 ends[-1] = (ends[-1][0], piece.high, *like)
             else:
                 ends.append((piece.low, piece.high, *like))
-        runs = [_Run(shard, *end) for end in ends]
-        if not unused:
-            self._all_runs[shard] = runs
-        return runs
+        return [_Run(shard, *end) for end in ends]
 
     def _layerwise(
         self, coefficient: float, unused: frozenset[str], step: int, factor: float
     ) -> None:
         """LARS and LAMB: directions, then norms of whole parameters, then steps."""
         number = {name: i for i, name in enumerate(self._number)}
-        held: list[tuple[Piece, Any, Any, dict[str, Any]]] = []
+        held = [
+            _Layer(shard, piece, self._optimizers[self._number[piece.name]])
+            for shard, piece in self._store.pieces()
+            if piece.name not in unused
+        ]
+        there = [layer for layer in held if layer.there]
+        steps = [step - self.missed.get(layer.name, 0) for layer in held]
+        _on_gpu(
+            (layer.arrays(directed=False), layer.optimizer.direction_on_gpu(own), coefficient)
+            for layer, own in zip(held, steps, strict=True)
+            if layer.there
+        )
         parts = []
-        for shard, piece in self._store.pieces():
-            if piece.name in unused:
-                continue
-            optimizer = self._optimizers[self._number[piece.name]]
-            own = step - self.missed.get(piece.name, 0)
-            w = shard.master[piece.low : piece.high]
-            g, work = (_like(w) for _ in "gw")
-            state = {k: v[piece.low : piece.high] for k, v in shard.state.items()}
-            if isinstance(optimizer, LAMB) and on_gpu(w, shard.grad):
-                name, numbers = optimizer.direction_on_gpu(own)
-                grad = shard.grad[piece.low : piece.high]
-                run(name, w, grad, coefficient, state | {"direction": g}, numbers)
-            else:
-                self._gradient(shard, piece.low, piece.high, coefficient, g)
-                with _computed(w, state) as (wide, moments):
-                    optimizer.direction(wide, g, moments, own, work)
-            held.append((piece, w, g, state))
-            parts += [whole(w, 2 * number[piece.name]), whole(g, 2 * number[piece.name] + 1)]
+        for layer, own in zip(held, steps, strict=True):
+            w, g = layer.w, layer.direction
+            if not layer.there:
+                self._gradient(layer.shard, layer.low, layer.high, coefficient, g)
+                with _computed(w, layer.state) as (wide, moments):
+                    layer.optimizer.direction(wide, g, moments, own, _like(w))
+            i = number[layer.name]
+            parts += [whole(w, 2 * i), whole(g, 2 * i + 1)]
         norms = np.sqrt(sums_of_squares(parts, 2 * len(number), self._store.comm))
-        for piece, w, g, state in held:
-            optimizer = self._optimizers[self._number[piece.name]]
-            i = number[piece.name]
-            ratio = optimizer.trust(float(norms[2 * i]), float(norms[2 * i + 1]))
-            lr = optimizer.lr * factor * ratio
-            if on_gpu(w, g):
-                name, numbers = optimizer.on_gpu(lr, step)
-                run(name, w, g, 1.0, state if "velocity" in state else {}, numbers)
-            else:
-                with _computed(w, state) as (wide, moments):
-                    optimizer.apply(wide, g, moments, lr)
+
+        def rate(layer: _Layer) -> float:
+            i = 2 * number[layer.name]
+            ratio = layer.optimizer.trust(float(norms[i]), float(norms[i + 1]))
+            return layer.optimizer.lr * factor * ratio
+
+        _on_gpu(
+            (layer.arrays(directed=True), layer.optimizer.on_gpu(rate(layer), step), 1.0)
+            for layer in there
+        )
+        for layer in held:
+            if not layer.there:
+                with _computed(layer.w, layer.state) as (wide, moments):
+                    layer.optimizer.apply(wide, layer.direction, moments, rate(layer))
+
+
+class _Layer:
+    """A parameter, or what a shard has of it, that a layerwise optimizer steps.
+
+    direction  memory for it, in the dtype that is computed in
+    there      on a GPU
+    """
+
+    def __init__(self, shard: Shard, piece: Piece, optimizer: Optimizer) -> None:
+        self.shard, self.name, self.low, self.high = shard, piece.name, piece.low, piece.high
+        self.optimizer = optimizer
+        self.w = shard.master[self.low : self.high]
+        self.state = {k: v[self.low : self.high] for k, v in shard.state.items()}
+        self.direction = _like(self.w)
+        self.there = on_gpu(self.w, shard.grad)
+
+    def arrays(self, *, directed: bool) -> dict[str, Any]:
+        """Those of a kernel that finds the direction, or that goes it."""
+        if directed:
+            velocity = {k: v for k, v in self.state.items() if k == "velocity"}
+            return {"g": self.direction, "w": self.w, **velocity}
+        moments = {k: v for k, v in self.state.items() if k != "velocity"}
+        grad = self.shard.grad[self.low : self.high]
+        return {"g": grad, "w": self.w, **moments, "direction": self.direction}
+
+
+def _on_gpu(
+    calls: Iterable[tuple[dict[str, Any], tuple[str, dict[str, float]], float]],
+) -> None:
+    """Runs operations on parts: their arrays, operations with numbers, and coefficients."""
+    alike: dict[Any, list[tuple[dict[str, Any], tuple[float, ...]]]] = {}
+    for arrays, (name, numbers), coefficient in calls:
+        kind = name, tuple(numbers), kinds_of(arrays), device_name(arrays["w"])
+        alike.setdefault(kind, []).append((arrays, (coefficient, *numbers.values())))
+    for (name, names, *_), found in alike.items():
+        Parts(name, names, [a for a, _ in found]).run([n for _, n in found])
 
 
 def _like(x: Any) -> Any:

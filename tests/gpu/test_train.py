@@ -19,6 +19,9 @@ pytestmark = MARK
 need_compiler()
 
 
+CUTS = [(0, 70_001), (70_001, 70_001), (70_001, 100_003)]
+
+
 def on_device(x: Any) -> Any:
     """bfloat16 travels as its bits, which every cupy can take."""
     if x.dtype.name == "bfloat16":
@@ -61,7 +64,13 @@ def test_one_pass_has_the_bits_of_the_host(optimizer: Any, low: str, masters: bo
             optimizer.update(w, x, states, lr, step, work)
         if name == "sgd":
             states = there = {}
-    fused.run(name, w_there, g_there, coefficient, there, numbers, used)
+    arrays = {"g": g_there, "w": w_there, **there}
+    if used is not None:
+        arrays["used"] = used
+    # Together with what begins elsewhere than at 16 bytes, and with nothing.
+    whole = [{k: x[low:high] for k, x in arrays.items()} for low, high in CUTS]
+    parts = fused.Parts(name, tuple(numbers), whole)
+    parts.run([(coefficient, *numbers.values())] * len(whole))
     assert on_host(w_there).tobytes() == w.astype(kept).tobytes()
     assert used is None or on_host(used).tobytes() == w.astype(g.dtype).tobytes()
     for key, value in there.items():

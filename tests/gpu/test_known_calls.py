@@ -1,0 +1,205 @@
+"""Calls on cupy arrays like ones before, which go a short way: known_calls.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpus import MARK, cupy
+from on_device import OnDevice, run_on
+
+import collectives as cc
+
+pytestmark = MARK
+
+
+def at(comm: OnDevice, offset: int, values: Any) -> Any:
+    """A cupy array at some bytes into the rank's memory."""
+    pointer = cupy.cuda.MemoryPointer(comm.memory.mem, offset)
+    comm.copy(pointer.ptr, values.ctypes.data, values.nbytes, 1)
+    with comm.stream:
+        return cupy.ndarray(values.shape, values.dtype, pointer)
+
+
+def back(comm: OnDevice, x: Any) -> Any:
+    host = np.empty(x.shape, x.dtype)
+    comm.copy(host.ctypes.data, x.data.ptr, host.nbytes, 2)
+    return host
+
+
+def set_up(comm: OnDevice) -> None:
+    """The call that makes the engine is not kept."""
+    with comm.stream:
+        comm.comm.all_reduce(at(comm, 0, np.ones(1, np.float32)))
+    comm.finish()
+
+
+def by_the_short_way(
+    comm: OnDevice, x: Any, out: Any = None, how: tuple[Any, ...] = ("all_reduce", "sum", None)
+) -> bool:
+    """Does the call go there?"""
+    comm.comm.barrier()
+    with comm.stream:
+        done = comm.comm._known.call(x, out, None, how)
+    comm.finish()
+    return done == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "complex64"])
+@pytest.mark.parametrize("count", [1, 1000, 50_001])
+def test_sums(dtype: str, count: int) -> None:
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        mine = (np.arange(count) % 7 + comm.rank).astype(dtype)
+        total = (3 * (np.arange(count) % 7) + 3).astype(dtype)
+        x, out = at(comm, 0, mine), at(comm, 1 << 20, np.zeros(count, dtype))
+        comm.comm.barrier()
+        with comm.stream:
+            assert comm.comm.all_reduce(x, out=out) is out
+            comm.finish()
+            assert (back(comm, out) == total).all() and (back(comm, x) == mine).all()
+            assert comm.comm.all_reduce(x) is x
+        comm.finish()
+        assert (back(comm, x) == total).all()
+        x = at(comm, 0, mine)
+        assert by_the_short_way(comm, x)
+        assert (back(comm, x) == total).all()
+
+    run_on(3, [0], body, timeout=20)
+
+
+def test_leaves_the_rest_to_the_general_path() -> None:
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        x, y = at(comm, 0, np.ones(64, np.float32)), at(comm, 4096, np.ones(64, np.float32))
+        with comm.stream:
+            comm.comm.all_reduce(x)
+        comm.finish()
+        wide, short = at(comm, 8192, np.ones(64)), at(comm, 8192, np.ones(63, np.float32))
+        shifted = cupy.ndarray((64,), np.float32, cupy.cuda.MemoryPointer(comm.memory.mem, 4))
+        assert not by_the_short_way(comm, np.ones(64, np.float32))
+        assert not by_the_short_way(comm, x[::2])
+        for out in (wide, short, shifted, np.ones(64, np.float32)):
+            assert not by_the_short_way(comm, x, out)
+            with pytest.raises((cc.ArrayError, cc.ArrayTypeError)), comm.stream:
+                comm.comm.all_reduce(x, out=out)
+        with comm.stream:
+            comm.comm.all_reduce(x, out=y)
+        comm.finish()
+        assert by_the_short_way(comm, x, y) and (back(comm, y) == comm.comm.size * 2).all()
+        comm.comm.close()
+        with pytest.raises(cc.ClosedError), comm.stream:
+            comm.comm.all_reduce(x)
+
+    run_on(2, [0], body, timeout=20)
+
+
+SPLIT = [0, 700, 45]  # of 745 elements
+
+
+@pytest.mark.parametrize("what", ["reduce_scatter", "reduce_scatter_v"])
+@pytest.mark.parametrize("own", [False, True], ids=["apart", "in x"])
+def test_scattered_sums(what: str, own: bool) -> None:
+    """At other addresses each time; what overlaps in another way than before is looked at anew."""
+
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        rank, count = comm.rank, sum(SPLIT)
+        counts = SPLIT if what == "reduce_scatter_v" else [249, 248, 248]
+        begin, mine = sum(counts[:rank]), counts[rank]
+        values = (np.arange(count) % 11 + rank).astype(np.float32)
+        total = (3 * (np.arange(count) % 11) + 3).astype(np.float32)[begin : begin + mine]
+        how: tuple[Any, ...] = ("max", "rank")
+        extra = (counts,) if what == "reduce_scatter_v" else ()
+        if what == "reduce_scatter":
+            total = (np.arange(count) % 11 + 2).astype(np.float32)[begin : begin + mine]
+        else:
+            how = ("sum", "rank", *counts)
+        for turn in range(3):
+            x = at(comm, 8192 * turn, values)
+            out = x[begin : begin + mine]
+            if not own:
+                out = at(comm, 65536 + 8192 * turn, np.zeros(mine, np.float32))
+            if turn:
+                assert by_the_short_way(comm, x, out, (what, *how))
+            else:
+                comm.comm.barrier()
+                with comm.stream:
+                    call = getattr(comm.comm, what)
+                    assert call(x, *extra, how[0], out=out, order="rank") is out
+                comm.finish()
+            assert (back(comm, out) == total).all()
+        x = at(comm, 0, values)
+        if mine:  # what overlaps, but is not the rank's own block
+            partly = x[1 : 1 + mine] if begin != 1 else x[2 : 2 + mine]
+            with pytest.raises(cc.ArrayError), comm.stream:
+                getattr(comm.comm, what)(x, *extra, how[0], out=partly, order="rank")
+
+    run_on(3, [0], body, timeout=20)
+
+
+@pytest.mark.parametrize("what", ["all_gather", "all_gather_v"])
+def test_gathered(what: str) -> None:
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        rank = comm.rank
+        counts = SPLIT if what == "all_gather_v" else [300] * 3
+        begin, mine = sum(counts[:rank]), counts[rank]
+        wanted = np.concatenate([np.full(c, r, np.float32) for r, c in enumerate(counts)])
+        how = counts if what == "all_gather_v" else []
+        for turn in range(3):
+            out = at(comm, 8192 * turn, np.zeros(sum(counts), np.float32))
+            values = np.full(mine, rank, np.float32)
+            x = at(comm, 65536, values)
+            if turn == 2:  # x in out, which the calls before had apart
+                x = out[begin : begin + mine]
+                comm.copy(x.data.ptr, values.ctypes.data, values.nbytes, 1)
+            if turn == 1:
+                assert by_the_short_way(comm, x, out, (what, *how))
+            else:
+                comm.comm.barrier()
+                with comm.stream:
+                    extra = {"counts": counts} if what == "all_gather_v" else {}
+                    assert getattr(comm.comm, what)(x, out=out, **extra) is out
+                comm.finish()
+            assert (back(comm, out) == wanted).all()
+
+    run_on(3, [0], body, timeout=20)
+
+
+def test_what_is_wrong_is_told_by_the_general_path() -> None:
+    def body(comm: OnDevice) -> None:
+        x, out = at(comm, 0, np.ones(64, np.float32)), at(comm, 4096, np.ones(64, np.float32))
+        with comm.stream:
+            comm.comm.all_reduce(x, out=out)
+            comm.finish()
+            with pytest.raises(TypeError, match="op must be a name"):
+                comm.comm.all_reduce(x, ["sum"], out=out)
+            with pytest.raises(ValueError, match="unknown op"):
+                comm.comm.all_reduce(x, "sums", out=out)
+            with pytest.raises(ValueError, match="order="):
+                comm.comm.all_reduce(x, out=out, order="ranks")
+            for counts, error in ((3, TypeError), ([[1], [2]], TypeError), ([64], ValueError)):
+                with pytest.raises(error, match="counts"):
+                    comm.comm.reduce_scatter_v(x, counts, out=out)
+                with pytest.raises(error, match="counts"):
+                    comm.comm.all_gather_v(x, counts, out=out)
+
+    run_on(2, [0], body, timeout=20)
+
+
+def test_counts_that_differ_raise() -> None:
+    def body(comm: OnDevice) -> bool:
+        x = at(comm, 0, np.ones(64, np.float32))
+        with comm.stream:
+            comm.comm.all_reduce(x)
+            comm.finish()
+            try:
+                comm.comm.all_reduce(x[: 60 + comm.rank])
+                comm.comm.synchronize()
+            except cc.MismatchError:
+                return True
+        return False
+
+    assert run_on(2, [0], body, timeout=20) == [True, True]
