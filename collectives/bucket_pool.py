@@ -23,14 +23,16 @@ def memory(comm: Communicator, count: int, dtype: str, device: str) -> Any:
 
 
 def trim(comm: Communicator, buckets: Sequence[Bucket]) -> None:
-    """Gives memory that is not used back to GPUs, since pieces have other sizes from now on, for
-    which cupy would not use what it keeps. Freeing waits for the GPU, so nobody may have put on it
+    """Gives memory that is not used back to GPUs, since pieces have other sizes from now on, or
+    what was used once is not needed again. Freeing waits for the GPU, so nobody may have put on it
     what waits for another rank: collective.
     """
-    comm.barrier()
-    for place in {bucket.device for bucket in buckets}:
-        release(place)
-    comm.barrier()
+    places = {bucket.device for bucket in buckets} - {"cpu"}
+    if places:
+        comm.barrier()
+        for place in places:
+            release(place)
+        comm.barrier()
 
 
 class BucketPool:
@@ -49,11 +51,12 @@ class BucketPool:
         for kind in dict.fromkeys((b.dtype, b.device) for b in buckets):
             same = self._of(kind)
             self._turn.update({b.index: i for i, b in enumerate(same)})
-            held, count = self.buffers.get(kind, []), max(b.count for b in same)
-            if len(held) < min(_POOL, len(same)) or held[0].size < count:
-                self.buffers[kind] = [
-                    memory(self._comm, count, *kind) for _ in range(min(_POOL, len(same)))
-                ]
+            places = min(_POOL, len(same))
+            # Each is as large as the buckets that it serves need: one may be far beyond the rest.
+            counts = [max(b.count for b in same[i::places]) for i in range(places)]
+            held = self.buffers.get(kind, [])
+            if [x.size for x in held] != counts:
+                self.buffers[kind] = [memory(self._comm, count, *kind) for count in counts]
 
     def open(self, bucket: Bucket) -> float | None:
         """Gives a bucket its memory; the seconds that it waited for the bucket that had it before.

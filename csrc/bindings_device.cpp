@@ -36,6 +36,7 @@ void bind_device(py::module_& m) {
     const int count = device_count(&why);
     return std::make_pair(count, why);
   });
+  m.def("gpu_of", &gpu_of, py::arg("pointer"), Unlocked());
   py::class_<DeviceCommunicator, std::shared_ptr<DeviceCommunicator>>(m, "DeviceCommunicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
                        int max_blocks, double timeout) {

@@ -27,6 +27,18 @@ int device_count(std::string* why) {
   return 0;
 }
 
+int gpu_of(std::uintptr_t pointer) {
+  int device = 0;
+  if (pointer == 0) return cudaGetDevice(&device) == cudaSuccess ? device : -1;
+  cudaPointerAttributes found{};
+  if (cudaPointerGetAttributes(&found, reinterpret_cast<const void*>(pointer)) != cudaSuccess) {
+    cudaGetLastError();
+    return -1;
+  }
+  const bool there = found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged;
+  return there ? found.device : -1;
+}
+
 namespace device {
 
 void check_cuda(cudaError_t error, const char* what) {

@@ -26,6 +26,9 @@ namespace collectives {
 // 0 without CUDA, a driver or a GPU; `why` then says which.
 int device_count(std::string* why);
 
+// The GPU whose memory is at an address; the current one for 0, -1 if there is none of a GPU.
+int gpu_of(std::uintptr_t pointer);
+
 // Where arenas are: in memory of the GPUs, which reach each other's; in pinned memory of the
 // process, whose threads all ranks are; in pinned memory that processes share.
 enum class Home { device, pinned, shared };

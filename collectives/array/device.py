@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _core
 from ..errors import ArrayTypeError, UnsupportedError
 from .dtypes import NUMPY_DTYPES, name_of_numpy
 from .kind import Kind
@@ -19,8 +20,18 @@ class Cuda(Kind):
     name = "cuda"
 
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
-        ordinal = getattr(getattr(x, "device", None), "id", 0)
-        return cuda_view(x, writable, what, gpu, f"cuda:{ordinal}")
+        ordinal = getattr(getattr(x, "device", None), "id", None)
+        if ordinal is None and gpu:
+            interface = x.__cuda_array_interface__
+            pointer = interface["data"][0]
+            # An array without elements may be anywhere.
+            ordinal = _core.gpu_of(pointer if 0 not in interface["shape"] else 0)
+            if ordinal < 0:
+                raise ArrayTypeError(
+                    f"{what}: no GPU has memory at {pointer:#x}, where a {type(x).__name__} has "
+                    "its elements"
+                )
+        return cuda_view(x, writable, what, gpu, "cuda" if ordinal is None else f"cuda:{ordinal}")
 
     def new_like(self, x: Any, shape: tuple[int, ...]) -> Any:
         if type(x).__module__.partition(".")[0] == "cupy":

@@ -61,10 +61,14 @@ def empty(shape: Any, dtype: str, device: str) -> Any:
 
 
 def release(device: str) -> None:
-    """Gives the memory of arrays that are gone back to a GPU ("cuda:N"): cupy keeps it for arrays
-    of the same size. Nothing on the host.
+    """Gives the memory of arrays that are gone back to a GPU ("cuda:N"): cupy and torch keep it for
+    arrays of their own, cupy for those of the same size. Nothing on the host.
     """
-    if device != "cpu":
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(int(device.partition(":")[2])):
-            cupy.get_default_memory_pool().free_all_blocks()
+    if device == "cpu":
+        return
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(int(device.partition(":")[2])):
+        cupy.get_default_memory_pool().free_all_blocks()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -236,6 +236,8 @@ class Trainer:
         # Whole parameters are kept as long as buckets may still be filled anew, and no longer.
         self._values: Mapping[str, Any] | None = values if self.bucketer.will_rebuild else None
         self._model.parameters = {}
+        del values
+        trim(comm, self.bucketer.buckets)
         self._bad: set[str] = set()  # not finite on this rank, in this step
         # Why the last step was given up before it had reduced anything.
         self._cause: Cause | None = None
@@ -565,12 +567,13 @@ class Trainer:
         yet. What is reduced in lasting buckets is added up, if there is more than one in a step.
         """
         if self._values is not None:
+            values, self._values = self._values, None
             if self.bucketer.rebuilt:
                 self.store.shards, self.store.owners = [], {}
                 trim(self.comm, self.bucketer.buckets)
-                self._build(self._values)
-                trim(self.comm, self.bucketer.buckets)
-            self._values = None
+                self._build(values)
+            del values
+            trim(self.comm, self.bucketer.buckets)
         if self._each and self.sharding < 2:
             for name in nowhere:
                 self.bucketer.view(name)[...] = 0  # the bucketer left what was there

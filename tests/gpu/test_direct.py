@@ -426,6 +426,54 @@ def test_paths_take_turns() -> None:
     assert run_on(n, PLACE, body, timeout=20) == [1] * n
 
 
+def test_graphs_of_calls_of_many_sizes() -> None:
+    """Two graphs, each of calls of several sizes by what is chosen for them, in turns with calls of
+    others that are not captured; and a graph that is launched twice without a wait.
+    """
+    n, most = 3, 300_000
+    sizes = [[1, 6000, 150_000, 7], [300_000, 64, 20_000], [513, most, 2, 40_000]]
+
+    def body(comm: OnDevice) -> int:
+        x = comm.comm.empty(most, "int32", f"cuda:{comm.device}", kind="cupy")
+        host = np.empty(most, np.int32)
+        comm.comm.barrier()
+
+        def calls(kind: int) -> None:
+            with comm.stream:
+                for size in sizes[kind]:
+                    comm.comm.all_reduce(x[:size])
+
+        graphs = []
+        for kind in (0, 1):
+            calls(kind)
+            comm.finish()
+            comm.stream.begin_capture()
+            calls(kind)
+            graphs.append(comm.stream.end_capture())
+            comm.finish()
+        for turn in range(4):
+            host[:] = np.arange(most) % 13 + comm.rank
+            comm.copy(x.data.ptr, host.ctypes.data, host.nbytes, 1)
+            comm.comm.barrier()
+            order = [(0, 2, 1), (1, 1), (2, 0), (0, 1, 2, 0)][turn]
+            for kind in order:
+                if kind < 2:
+                    graphs[kind].launch(comm.stream)
+                else:
+                    calls(kind)
+            comm.finish()
+            comm.copy(host.ctypes.data, x.data.ptr, host.nbytes, 2)
+            times = sum(
+                (np.arange(most) < size).astype(np.int32) for k in order for size in sizes[k]
+            )
+            # The first sums what ranks have, each later one equal values.
+            wanted = (np.arange(most) % 13 * 3 + 3) * 3 ** np.maximum(times - 1, 0)
+            assert (host == np.where(times > 0, wanted, np.arange(most) % 13 + comm.rank)).all()
+        return 1
+
+    assert run_on(n, PLACE, body, timeout=20) == [1] * n
+
+
 def test_symmetric_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made, dropped and made again; parts of them work; where ranks reach into each
     other's, all must pass the same.

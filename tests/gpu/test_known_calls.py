@@ -10,6 +10,7 @@ from gpus import MARK, cupy
 from on_device import OnDevice, run_on
 
 import collectives as cc
+from collectives import known_calls
 
 pytestmark = MARK
 
@@ -166,6 +167,23 @@ def test_gathered(what: str) -> None:
             assert (back(comm, out) == wanted).all()
 
     run_on(3, [0], body, timeout=20)
+
+
+def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_calls, "_MOST", 3)
+
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        x = at(comm, 0, np.ones(64, np.float32))
+        for count in range(1, 9):
+            comm.comm.barrier()
+            with comm.stream:
+                comm.comm.all_reduce(x[:count])
+            comm.finish()
+            assert len(comm.comm._known._known) == (count - 1) % 3 + 1
+        assert (back(comm, x)[:8] == 2.0 ** np.arange(8, 0, -1)).all()
+
+    run_on(2, [0], body, timeout=20)
 
 
 def test_what_is_wrong_is_told_by_the_general_path() -> None:

@@ -141,6 +141,37 @@ def test_an_array_on_another_gpu() -> None:
     cc.run_threads(1, body, devices=[0], timeout=20)
 
 
+class Bare:
+    """What the CUDA array interface says, and nothing else: not the GPU."""
+
+    def __init__(self, x: Any, **other: Any) -> None:
+        self.__cuda_array_interface__ = {**x.__cuda_array_interface__, **other}
+
+
+def test_an_array_that_does_not_say_where_it_is() -> None:
+    """The driver knows; an empty one is where the rank is."""
+
+    def body(comm: cc.Communicator) -> None:
+        place = comm.rank % GPUS
+        with cupy.cuda.Device(place):
+            stream = cupy.cuda.Stream(non_blocking=True)
+        x, out = (comm.empty(8, "float32", f"cuda:{place}", kind="cupy") for _ in "xo")
+        x.set(np.full(8, 3, np.float32))
+        comm.barrier()
+        empty = Bare(x, shape=(0,), data=(0, False))
+        comm.all_reduce(Bare(x), out=Bare(out), stream=stream)
+        with cupy.cuda.Device(place):
+            comm.all_gather_v(empty, [0, 0], out=empty, stream=stream)
+        comm.synchronize()
+        assert (out.get() == 6).all()
+        nowhere = Bare(x, data=(np.empty(8, np.float32).ctypes.data, False))
+        with pytest.raises(cc.ArrayTypeError, match="no GPU has memory at 0x"):
+            comm.all_reduce(nowhere, stream=stream)
+        comm.barrier()
+
+    cc.run_threads(2, body, devices=list(range(GPUS)), timeout=20, max_blocks=4)
+
+
 @pytest.mark.torch
 def test_torch_tensors_on_torchs_current_stream() -> None:
     torch = pytest.importorskip("torch")
