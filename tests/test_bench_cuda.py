@@ -5,6 +5,7 @@ real thing, and those are fakes that keep time (fake_cupy.py).
 from __future__ import annotations
 
 import json
+import threading
 from typing import ClassVar
 
 import fake_cupy
@@ -14,9 +15,10 @@ from commands import run
 from fake_cupy import CALL_NS, NCCL_NS, NODE_NS
 
 from collectives import CollectiveError, UnsupportedError, _core, run_threads
-from collectives.bench import backends, cuda, gpus, nccl, timing
+from collectives.bench import backends, cuda, gpus, nccl, pcie, timing
 from collectives.bench.cases import Case, bind, places
 from collectives.bench.measuring import Bench
+from collectives.cli import info
 
 TINY = ("-b", "4", "-e", "64", "-f", "16", "-n", "12")
 
@@ -370,7 +372,66 @@ class Nvml:
         return type("Pci", (), {"busId": self.ends[handle][link]})
 
 
-def test_survey_of_gpus_and_links(monkeypatch):
+@pytest.fixture
+def devices(tmp_path, monkeypatch):
+    """Where sysfs lists devices: `plug` adds one at a place below a host bridge."""
+    listed = tmp_path / "bus"
+    listed.mkdir()
+    monkeypatch.setattr(pcie, "DEVICES", listed)
+
+    def plug(bus, *above, **files):
+        place = tmp_path.joinpath("devices", *above, bus)
+        place.mkdir(parents=True)
+        for name, text in files.items():
+            (place / name).write_text(f"{text}\n")
+        (listed / bus).symlink_to(place)
+
+    return plug
+
+
+def test_pcie_of_devices(devices):
+    devices(
+        "0000:18:00.0", "pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:00.0",
+        max_link_speed="32.0 GT/s PCIe", current_link_width=16, numa_node=0,
+    )  # fmt: skip
+    devices("0000:19:00.0", "pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0")
+    devices("0000:1a:00.0", "pci0000:15", "0000:15:02.0", numa_node=-1, current_link_width=0)
+    devices("0000:2a:00.0", "pci0000:29", "0000:29:01.0", numa_node=0, max_link_speed="Unknown")
+    devices("0000:9a:00.0", "pci0000:98", "0000:98:01.0", numa_node=1)
+    assert pcie.facts("0000:18:00.0") == {"speed": "32.0 GT/s", "lanes": 16, "numa": 0}
+    assert pcie.facts("0000:19:00.0") == {} == pcie.facts("0000:1a:00.0")
+    assert pcie.facts("0000:77:00.0") == {}
+    first = "0000:18:00.0"
+    assert pcie.way(first, "0000:19:00.0") == "a PCIe switch"
+    assert pcie.way(first, "0000:1a:00.0") == "a PCIe host bridge"
+    assert pcie.way(first, "0000:2a:00.0") == "PCIe host bridges of NUMA node 0"
+    assert pcie.way(first, "0000:9a:00.0") == "PCIe and NUMA nodes 0 and 1"
+    assert pcie.way("0000:1a:00.0", "0000:9a:00.0") == "PCIe host bridges"
+    assert pcie.way(first, "0000:77:00.0") == ""
+
+
+def test_survey_with_pcie(monkeypatch, devices):
+    """It is told where no NVLink is known."""
+    for bus in ("18", "19", "1a"):
+        devices(f"0000:{bus}:00.0", "pci0000:15", f"0000:15:{bus}.0", numa_node=1)
+    cupy = fake_cupy.install(monkeypatch, gpus=3)
+    modules = {"cupy": cupy, "pynvml": Nvml()}
+    found = gpus.survey(modules.get)
+    assert [d["pcie"] for d in found["devices"]] == [{"numa": 1}] * 3
+    assert gpus.link_lines(found["links"]) == [
+        "0-1, 1→2: peer access, 2 NVLinks",
+        "0-2: no peer access, no NVLink, through a PCIe host bridge",
+        "2→1: peer access, 1 NVLink",
+    ]
+    del modules["pynvml"]
+    found = gpus.survey(modules.get)
+    assert gpus.link_lines(found["links"]) == [
+        "0-1, 1-2: peer access, through a PCIe host bridge",
+        "0-2: no peer access, through a PCIe host bridge",
+    ]
+
+
+def test_survey_of_gpus_and_links(monkeypatch, devices):
     cupy = fake_cupy.install(monkeypatch, gpus=3)
     modules = {"cupy": cupy, "pynvml": Nvml()}
     found = gpus.survey(modules.get)
@@ -397,7 +458,7 @@ def test_survey_without_a_gpu(monkeypatch):
     assert (found["count"], found["why"], found["links"]) == (0, "no GPU was found", [])
 
 
-def test_a_broken_nvml_is_told(monkeypatch):
+def test_a_broken_nvml_is_told(monkeypatch, devices):
     class Broken(Nvml):
         def nvmlInit(self):
             raise self.NVMLError("Driver/library version mismatch")
@@ -408,18 +469,42 @@ def test_a_broken_nvml_is_told(monkeypatch):
     assert gpus.link_lines(found["links"]) == ["0-1: peer access"]
 
 
-def test_info_lists_gpus_links_and_driver(capsys, monkeypatch):
+def test_info_lists_gpus_links_and_driver(capsys, monkeypatch, devices):
+    devices(
+        "0000:18:00.0", "pci0000:15", max_link_speed="32.0 GT/s PCIe", current_link_width=16,
+        numa_node=0,
+    )  # fmt: skip
     cupy = fake_cupy.install(monkeypatch, gpus=3)
     monkeypatch.setattr(gpus, "_module", {"cupy": cupy, "pynvml": Nvml()}.get)
     status, out, err = run(capsys, "info")
     assert status == 0, err
     lines = {line[:12].strip(): line[13:] for line in out.splitlines() if line[:12].strip()}
     assert lines["GPUs"].startswith("cuda:0 Fake H100 at 0000:18:00.0, 80 GiB, 132 multiproc")
+    assert "compute capability 9.0, PCIe 32.0 GT/s x16, NUMA node 0\n" in out
     assert "cuda:2 Fake H100" in out
     assert lines["GPU links"] == "0-1, 1→2: peer access, 2 NVLinks"
     assert lines["GPU driver"] == "580.65.06"
     status, out, _ = run(capsys, "info", "--json")
     assert json.loads(out)["gpus"]["count"] == 3
+
+
+def test_info_tells_nodes_that_have_other_gpus(monkeypatch):
+    """Each survey is by the first rank of a node; those like rank 0's are told once."""
+    one = {"count": 1, "why": "", "driver": "580", "devices": [{}], "links": [], "unknown": []}
+    none = one | {"count": 0, "why": "no GPU was found", "devices": []}
+
+    here = threading.local()
+    monkeypatch.setattr(gpus, "survey", lambda: none if here.node in (1, 3) else one)
+
+    def body(comm):
+        here.node = comm.node
+        return info._gpus_of_nodes(comm)
+
+    found = run_threads(6, body, nodes=[0, 1, 1, 2, 3, 0])
+    wanted = {"gpus": one, "gpus_elsewhere": [{"nodes": [1, 3], "gpus": none}]}
+    assert found == [wanted] * 6
+    lines = info._others(wanted["gpus_elsewhere"])
+    assert lines == [("GPUs", "nodes 1,3: none: no GPU was found")]
 
 
 def test_info_without_gpus_says_why(capsys, monkeypatch):

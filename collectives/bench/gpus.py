@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
+from . import pcie
 
 _DRIVER = "/proc/driver/nvidia/version"
 
@@ -90,7 +91,7 @@ def survey(load: Callable[[str], Any] | None = None) -> dict[str, Any]:
     count    how many
     why      why there is none, "" otherwise
     driver   version of the kernel driver, "" if unknown
-    devices  of each what `rank_facts` says, as far as it is known
+    devices  of each what `rank_facts` says, and `pcie.facts` under "pcie", as far as it is known
     links    [from, to, words] for each pair, as far as it is known
     unknown  what could not be found out, and what to install
 
@@ -113,17 +114,19 @@ def survey(load: Callable[[str], Any] | None = None) -> dict[str, Any]:
         found["unknown"].append("names and peer access: pip install cupy-cuda12x (or 13x)")
         found["devices"] = [{} for _ in range(count)]
         return found
-    found["devices"] = [rank_facts(cupy, i) for i in range(count)]
+    for i in range(count):
+        device = rank_facts(cupy, i)
+        found["devices"].append(device | {"pcie": pcie.facts(device["bus"])})
     found["driver"] = found["driver"] or f"CUDA {versions(cupy)['cuda driver']}"
     nvml = load("pynvml")
     handles: list[Any] = []
+    buses = [device["bus"] for device in found["devices"]]
     if nvml is None:
         found["unknown"].append("NVLink: pip install nvidia-ml-py")
     else:
         try:
             nvml.nvmlInit()
             found["driver"] = _text(nvml.nvmlSystemGetDriverVersion())
-            buses = [facts["bus"] for facts in found["devices"]]
             handles = [nvml.nvmlDeviceGetHandleByPciBusId(bus) for bus in buses]
         except nvml.NVMLError as error:
             handles = []
@@ -134,6 +137,7 @@ def survey(load: Callable[[str], Any] | None = None) -> dict[str, Any]:
                 words = link_words(
                     bool(cupy.cuda.runtime.deviceCanAccessPeer(a, b)),
                     nvlinks(nvml, handles[a], handles[b]) if handles else None,
+                    pcie.way(buses[a], buses[b]),
                 )
                 found["links"].append([a, b, words])
     return found
@@ -162,12 +166,14 @@ def nvlinks(nvml: Any, a: Any, b: Any) -> int | None:
         return None
 
 
-def link_words(access: bool, links: int | None) -> str:
-    """How two GPUs are linked, in words."""
-    peer = "peer access" if access else "no peer access"
-    if links is None:
-        return peer
-    return f"{peer}, {links or 'no'} NVLink{'s' * (links > 1)}"
+def link_words(access: bool, links: int | None, way: str) -> str:
+    """How two GPUs are linked, in words; `way`, by PCIe, counts where no NVLink is known."""
+    words = ["peer access" if access else "no peer access"]
+    if links is not None:
+        words.append(f"{links or 'no'} NVLink{'s' * (links > 1)}")
+    if way and not links:
+        words.append(f"through {way}")
+    return ", ".join(words)
 
 
 def path_words(links: Sequence[Sequence[Any]]) -> str:

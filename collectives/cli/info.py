@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from .. import _core
+from ..agreement import exchange
 from ..bench import gpus, machine
 from ..communicator import Communicator
 from ..config import VARIABLES, Settings
@@ -46,7 +47,7 @@ def _show(comm: Communicator, args: argparse.Namespace) -> int:
 def collect(comm: Communicator) -> dict[str, Any]:
     """All facts, as JSON has them. Collective; complete on rank 0."""
     places = machines.places(comm)
-    exchange = machine.exchange_ns(comm)
+    exchanged = machine.exchange_ns(comm)
     settings = Settings()
     shown = {
         v.name: "(set)" if "SECRET" in v.name else str(getattr(settings, v.field))
@@ -68,11 +69,11 @@ def collect(comm: Communicator) -> dict[str, Any]:
             "memory_bytes": machine.memory_bytes(),
             "page_bytes": machine.page_bytes(),
             "huge_pages": machine.huge_pages(),
-            "exchange_ns": exchange,
+            "exchange_ns": exchanged,
         },
         "machines": machines.machines(comm, places),
         "memory": _memory(comm),
-        "gpus": gpus.survey() if comm.rank == 0 else {},
+        **_gpus_of_nodes(comm),
         "mpi": machine.mpi(comm) if comm.rank == 0 else {},
         "versions": machine.versions(),
         "commit": machine.commit() if comm.rank == 0 else "",
@@ -88,6 +89,21 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "environment": shown,
         "no_table": tables.why_none(settings.table),
     }
+
+
+def _gpus_of_nodes(comm: Communicator) -> dict[str, Any]:
+    """GPUs of rank 0's node, and those of nodes that have others. Collective."""
+    mine = gpus.survey() if comm.local_rank == 0 else None
+    here, *others = [found for found in exchange(comm, mine) if found is not None]
+    elsewhere: list[dict[str, Any]] = []
+    nodes = list(dict.fromkeys(comm.nodes))  # by their first ranks, as `others` are
+    for node, found in zip(nodes[1:], others, strict=True):
+        alike = next((e for e in elsewhere if e["gpus"] == found), None)
+        if alike is not None:
+            alike["nodes"].append(node)
+        elif found != here:
+            elsewhere.append({"nodes": [node], "gpus": found})
+    return {"gpus": here, "gpus_elsewhere": elsewhere}
 
 
 def _memory(comm: Communicator) -> dict[str, int]:
@@ -139,6 +155,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("scratch", _scratch(memory)),
         ("symmetric", facts["symmetric_memory"]["kind"]),
         *_gpus(facts["gpus"]),
+        *_others(facts["gpus_elsewhere"]),
         ("MPI", _mpi(mpi)),
         ("versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
         ("commit", facts["commit"]),
@@ -199,6 +216,7 @@ def _gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
             words += (
                 f" {device['name']} at {device['bus']}, {device['memory_bytes'] / 2**30:.0f} GiB, "
                 f"{device['processors']} multiprocessors, compute capability {device['capability']}"
+                f"{_pcie(device['pcie'])}"
             )
         lines.append(("GPUs" if i == 0 else "", words))
     lines += [
@@ -211,6 +229,25 @@ def _gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("GPU driver", found["driver"]))
     if found["unknown"]:
         lines.append(("GPU unknown", "; ".join(found["unknown"])))
+    return lines
+
+
+def _pcie(found: dict[str, Any]) -> str:
+    words = ""
+    if "speed" in found:
+        words += f", PCIe {found['speed']}" + (f" x{found['lanes']}" if "lanes" in found else "")
+    return words + (f", NUMA node {found['numa']}" if "numa" in found else "")
+
+
+def _others(elsewhere: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """GPUs of nodes that have others than rank 0's, each line with its nodes."""
+    from ..drawing import ranges
+
+    lines = []
+    for part in elsewhere:
+        nodes = part["nodes"]
+        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {ranges(nodes)}"
+        lines += [(name, f"{where}: {text}") for name, text in _gpus(part["gpus"])]
     return lines
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 _BLOCK = 64 * 1024
 
 # Shards on a GPU are stepped in so many turns, if they are published: what one has stepped travels
-# while the next is stepped. A turn for each of 27 buckets cost the host 1.5 ms more.
+# while the next is stepped. For 355 million parameters a kernel for each of 27 buckets took 0.78 ms
+# of the host beside one H200, one for all 0.11.
 _TURNS = 4
 
 
