@@ -48,6 +48,7 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   for (cudaEvent_t* event : {&last_event, &branch_event})
     check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
+  if (config.sharing > 1) sharer.emplace(config.device);
   void* pinned = nullptr;
   check_cuda(cudaHostAlloc(&pinned, sizeof(Control), cudaHostAllocMapped | cudaHostAllocPortable),
              "cudaHostAlloc");
@@ -79,8 +80,11 @@ void DeviceCommunicator::Impl::close() {
   }
   arenas.reset();
   progress.reset();
-  // Freeing waits for the GPU, where kernels of other ranks may wait for this thread.
-  if (config.sharing <= 1) free_dropped_memory(config.device);
+  // Freeing waits for the GPU, where kernels of other ranks, of whatever communicator, may wait for
+  // this thread.
+  const bool shared = sharer.has_value();
+  sharer.reset();
+  if (!shared && !is_shared(config.device)) free_dropped_memory(config.device);
   for (const cudaEvent_t event : {last_event, branch_event})
     if (event != nullptr) cudaEventDestroy(event);
   if (stream != nullptr) cudaStreamDestroy(stream);

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -146,9 +147,10 @@ struct DeviceCommunicator::Impl {
   bool hopper = false;  // or later: bulk copies, and kernels that start early
   device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
-  cudaStream_t stream = nullptr;       // private: set-up only
-  cudaEvent_t last_event = nullptr;    // behind the last call that was not captured
-  cudaEvent_t branch_event = nullptr;  // between branches of a graph
+  cudaStream_t stream = nullptr;         // private: set-up only
+  std::optional<device::Sharer> sharer;  // if other ranks of this process are on the GPU
+  cudaEvent_t last_event = nullptr;      // behind the last call that was not captured
+  cudaEvent_t branch_event = nullptr;    // between branches of a graph
   cudaStream_t last_stream = nullptr;
   unsigned long long last_capture = 0;  // id of the capture that the last call went to, 0: none
   bool recorded = false;                // last_event is

@@ -125,6 +125,31 @@ std::vector<Dropped>& dropped() {  // lives as long as the process, as arrays ma
 
 }  // namespace
 
+namespace {
+
+std::mutex sharers_mutex;
+std::map<int, int>& sharers() {  // how many, by GPU; lives as long as the process
+  static auto* const all = new std::map<int, int>;
+  return *all;
+}
+
+}  // namespace
+
+Sharer::Sharer(int device) : device_(device) {
+  const std::lock_guard lock(sharers_mutex);
+  ++sharers()[device];
+}
+
+Sharer::~Sharer() {
+  const std::lock_guard lock(sharers_mutex);
+  --sharers()[device_];
+}
+
+bool is_shared(int device) {
+  const std::lock_guard lock(sharers_mutex);
+  return sharers()[device] > 0;
+}
+
 void drop_memory(int device, void* pointer, Home home) {
   if (pointer == nullptr) return;
   const std::lock_guard lock(dropped_mutex);

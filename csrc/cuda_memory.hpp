@@ -86,6 +86,21 @@ void drop_memory(int device, void* pointer, Home home);
 // Memory does.
 void free_dropped_memory(int device);
 
+// A rank that shares its GPU with others of this process: their kernels may wait for any of its
+// threads, so that none may wait for the GPU.
+class Sharer {
+ public:
+  explicit Sharer(int device);
+  ~Sharer();
+  Sharer(const Sharer&) = delete;
+  Sharer& operator=(const Sharer&) = delete;
+
+ private:
+  int device_;
+};
+// Is there a Sharer?
+bool is_shared(int device);
+
 // One rank's arena, and the way to the others'.
 class Arenas {
  public:

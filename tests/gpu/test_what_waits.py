@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import launch
 import numpy as np
@@ -115,6 +116,31 @@ def test_closing_one_while_others_wait_in_another() -> None:
         comm.finish()
         return bool((back(comm, x) == 2).all())
 
+    assert run_on(2, [0], body, timeout=20) == [True] * 2
+
+
+def test_closing_one_of_a_rank_alone_while_others_wait_on_its_gpu() -> None:
+    """Nobody shares the GPU with that one; the collector of cycles may close it anywhere."""
+    alone: list[Any] = []
+
+    def lonely(comm: OnDevice) -> None:
+        alone.append(comm.comm.duplicate())
+        alone[0].all_reduce(filled(comm, 10, 1), stream=comm.stream)
+        alone[0].synchronize()
+
+    def body(comm: OnDevice) -> bool:
+        c = comm.comm
+        x = filled(comm, 5000, 1)
+        c.all_reduce(x[:0], stream=comm.stream)
+        comm.finish()
+        if comm.rank == 0:
+            time.sleep(0.3)
+            alone.pop().close()
+        c.all_reduce(x, stream=comm.stream)
+        comm.finish()
+        return bool((back(comm, x) == 2).all())
+
+    run_on(1, [0], lonely)
     assert run_on(2, [0], body, timeout=20) == [True] * 2
 
 
