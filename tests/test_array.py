@@ -6,6 +6,7 @@ import ctypes
 import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -248,7 +249,12 @@ class DeviceArray:
         }
 
 
-def test_device_arrays():
+def test_device_arrays(monkeypatch):
+    with pytest.raises(UnsupportedError, match=r"x: the array is on cuda, .* no GPU engine"):
+        array.view(DeviceArray(), **READ)
+    with pytest.raises(ArrayTypeError, match=r"x: no GPU has memory at 0x1000, where a DeviceArr"):
+        array.view(DeviceArray(), gpu=True, **READ)
+    monkeypatch.setattr(DeviceArray, "device", SimpleNamespace(id=0), raising=False)
     with pytest.raises(UnsupportedError, match=r"x: the array is on cuda:0, .* no GPU engine"):
         array.view(DeviceArray(), **READ)
     v = array.view(DeviceArray(strides=(12, 4)), gpu=True, **WRITE)
