@@ -231,8 +231,8 @@ class Calls:
                 return self._group.add(run_there)
             options = self._run_on_device(*start)
             if key is not None and options is not None and self._known is not None:
-                sizes = (source.nbytes, target.nbytes)  # type: ignore[union-attr]
-                self._known.learn(key, options, arguments, sizes)
+                assert source is not None and target is not None, "a call that has a key has both"
+                self._known.learn(key, options, arguments, (source.nbytes, target.nbytes))
             if async_op:
                 stream = put_on.handle if put_on is not None else own or 0
                 return DeviceWork(self._engine(device), result, (source, target, *keep), stream)

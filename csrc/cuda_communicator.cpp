@@ -56,6 +56,11 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   std::memset(pinned, 0, sizeof(Control));
 }
 
+// Where memory is made: ranks that share a GPU all come to it, so none has a kernel that waits.
+void DeviceCommunicator::Impl::free_what_ended() {
+  if (sharer.has_value() || !is_shared(config.device)) free_dropped_memory(config.device);
+}
+
 DeviceCommunicator::Impl::~Impl() { close(); }
 
 // Waits for this rank's own kernels, then frees. (Errors are of no use to anybody here.)
@@ -245,6 +250,7 @@ void DeviceCommunicator::allocate(Home home) {
     m.world = {};
   }
   m.arenas.reset();
+  m.free_what_ended();
   m.home = home;
   m.arenas = std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device, home);
   m.arenas->allocate(make_geometry(m.config.nranks, kMaxStrands, home).bytes, m.stream);

@@ -118,6 +118,7 @@ struct DeviceCommunicator::Impl {
   void forget_freed(const Call& call);
   // Throws if the address is in a symmetric buffer that was freed.
   void refuse_freed(const void* address);
+  void free_what_ended();
   // The symmetric buffer or registered array that `bytes` bytes at an address lie in, or none.
   const device::Segment* segment_of(const void* address, device::u64 bytes) const;
   unsigned char* scratch(std::uint64_t bytes);

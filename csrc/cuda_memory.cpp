@@ -184,10 +184,14 @@ namespace {
 }  // namespace
 
 Memory::Memory(int device, u64 bytes, Home home) : device_(device), home_(home), bytes_(bytes) {
-  free_dropped_memory(device);
   void* p = nullptr;
   if (home == Home::device) {
-    const cudaError_t error = cudaMalloc(&p, bytes);
+    cudaError_t error = cudaMalloc(&p, bytes);
+    if (error == cudaErrorMemoryAllocation) {  // better to wait than to fail
+      cudaGetLastError();
+      free_dropped_memory(device);
+      error = cudaMalloc(&p, bytes);
+    }
     if (error != cudaSuccess) no_memory(error, "allocate", bytes, device);
     pointer_ = static_cast<unsigned char*>(p);
     return;

@@ -83,7 +83,7 @@ class Memory {
 // Frees memory, in time: as that which Memory held.
 void drop_memory(int device, void* pointer, Home home);
 // Frees all Memory of a GPU that has ended. To be called where that GPU may be waited for; new
-// Memory does.
+// Memory does if there is too little.
 void free_dropped_memory(int device);
 
 // A rank that shares its GPU with others of this process: their kernels may wait for any of its

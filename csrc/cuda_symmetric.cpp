@@ -15,6 +15,7 @@ std::string DeviceCommunicator::make_segment(std::uint64_t bytes) {
   made->bytes = bytes;
   made->memory =
       std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device, Home::device);
+  m.free_what_ended();
   made->memory->allocate(bytes, m.stream);
   std::string handle = m.home == Home::device ? made->memory->handle() : "";
   m.made = std::move(made);

@@ -7,6 +7,7 @@ from typing import Any
 
 from .dtypes import numpy_dtype
 from .memory import aligned_empty
+from .streams import LEGACY_STREAM
 from .views import View
 
 
@@ -28,8 +29,10 @@ class Kind(ABC):
         return None
 
     def current_stream(self, ordinal: int) -> int:
-        """The handle of the library's current stream of a GPU, for arrays that `glance` knows."""
-        raise NotImplementedError
+        """The handle of the library's current stream of a GPU: the default stream, if it knows of
+        no other.
+        """
+        return LEGACY_STREAM
 
     def has_written(self, x: Any) -> None:
         """A call wrote into an array that `glance` knows."""

@@ -17,7 +17,7 @@ class Torch(Kind):
         from .torch_streams import current_stream
 
         self.torch = torch
-        self.current_stream = current_stream  # type: ignore[method-assign] # as it is: less time
+        self._current_stream = current_stream
 
     def glance(self, x: Any) -> tuple[int, int, Any, int] | None:
         if not x.is_cuda or x.requires_grad or x.layout is not self.torch.strided:
@@ -25,6 +25,9 @@ class Torch(Kind):
         if not x.is_contiguous() or x.is_conj() or x.is_neg():
             return None
         return x.data_ptr(), x.numel(), x.dtype, x.get_device()
+
+    def current_stream(self, ordinal: int) -> int:
+        return self._current_stream(ordinal)
 
     def has_written(self, x: Any) -> None:
         if not x.is_inference():

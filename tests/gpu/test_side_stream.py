@@ -74,7 +74,7 @@ def test_arrays_on_the_host_are_called_as_they_are() -> None:
 
 
 @pytest.mark.skipif(
-    GPUS < 2, reason="the only GPU is the current one; tests/emulated, in every CI run, has two"
+    GPUS < 2, reason="needs a GPU that is not the current one (tests/emulated has it in every run)"
 )
 @pytest.mark.parametrize("own", [True, False], ids=["own", "given"])
 def test_the_default_stream_of_another_gpu(own: bool) -> None:

@@ -119,7 +119,8 @@ def test_closing_one_while_others_wait_in_another() -> None:
     assert run_on(2, [0], body, timeout=20) == [True] * 2
 
 
-def test_closing_one_of_a_rank_alone_while_others_wait_on_its_gpu() -> None:
+@pytest.mark.parametrize("what", ["closes", "allocates"])
+def test_one_of_a_rank_alone_while_others_wait_on_its_gpu(what: str) -> None:
     """Nobody shares the GPU with that one; the collector of cycles may close it anywhere."""
     alone: list[Any] = []
 
@@ -129,13 +130,20 @@ def test_closing_one_of_a_rank_alone_while_others_wait_on_its_gpu() -> None:
         alone[0].synchronize()
 
     def body(comm: OnDevice) -> bool:
-        c = comm.comm
+        c, twin = comm.comm, comm.comm.duplicate()
         x = filled(comm, 5000, 1)
-        c.all_reduce(x[:0], stream=comm.stream)
+        for one in (c, twin):
+            one.all_reduce(x[:0], stream=comm.stream)
         comm.finish()
+        twin.close()  # its memory is to be freed
+        comm.meet()
         if comm.rank == 0:
             time.sleep(0.3)
-            alone.pop().close()
+            mine = alone.pop()
+            if what == "closes":
+                mine.close()
+            else:
+                mine.empty(10, "float32", "cuda:0", kind="cupy")
         c.all_reduce(x, stream=comm.stream)
         comm.finish()
         return bool((back(comm, x) == 2).all())

@@ -53,7 +53,7 @@ def test_on_gpus(ranks: int, name: str) -> None:
     if why_not():
         pytest.skip(why_not())
     if name == "another_gpu_may_be_current" and _core.device_count()[0] < 2:
-        pytest.skip("the only GPU is the current one; tests/gpu/test_side_stream.py is emulated")
+        pytest.skip("needs a GPU that is not the current one: see tests/gpu/test_side_stream.py")
     result = launch.run(ranks, WORKER, name, launcher="fork", env=QUIET, timeout=110)
     assert "all checks passed" in result.expect(status=0).output
 
