@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,6 +31,9 @@ _BLOCK = 64 * 1024
 # while the next is stepped. For 355 million parameters a kernel for each of 27 buckets took 0.78 ms
 # of the host beside one H200, one for all 0.11.
 _TURNS = 4
+
+_Of = TypeVar("_Of")
+_Operation = tuple[str, dict[str, float]]  # of `fused.OPERATIONS`, and its numbers
 
 
 class _Run:
@@ -57,8 +60,7 @@ class _Turn:
     def __init__(self, runs: Mapping[int, list[_Run]], *, there: bool) -> None:
         self.runs = runs
         self.there = there
-        self._kernels: list[tuple[Parts, list[_Run]]] = []
-        alike: dict[Any, list[tuple[_Run, dict[str, Any]]]] = {}
+        steps = []
         for mine in runs.values() if there else ():
             for run in mine:
                 name, numbers = run.optimizer.on_gpu(1.0, 1)
@@ -66,11 +68,8 @@ class _Turn:
                 arrays = {"g": run.grad, "w": run.master, **kept}
                 if run.used is not None:
                     arrays["used"] = run.used
-                kind = name, tuple(numbers), kinds_of(arrays), device_name(run.master)
-                alike.setdefault(kind, []).append((run, arrays))
-        for (name, numbers, *_), found in alike.items():
-            parts = Parts(name, numbers, [arrays for _, arrays in found])
-            self._kernels.append((parts, [run for run, _ in found]))
+                steps.append((name, tuple(numbers), arrays, run))
+        self._kernels = _kernels(steps)
 
     def step(self, numbers: Callable[[_Run], Sequence[float]]) -> None:
         """Steps what is on GPUs."""
@@ -290,16 +289,31 @@ class _Layer:
         return {"g": grad, "w": self.w, **moments, "direction": self.direction}
 
 
-def _on_gpu(
-    calls: Iterable[tuple[dict[str, Any], tuple[str, dict[str, float]], float]],
-) -> None:
+def _on_gpu(calls: Iterable[tuple[dict[str, Any], _Operation, float]]) -> None:
     """Runs operations on parts: their arrays, operations with numbers, and coefficients."""
-    alike: dict[Any, list[tuple[dict[str, Any], tuple[float, ...]]]] = {}
-    for arrays, (name, numbers), coefficient in calls:
-        kind = name, tuple(numbers), kinds_of(arrays), device_name(arrays["w"])
-        alike.setdefault(kind, []).append((arrays, (coefficient, *numbers.values())))
-    for (name, names, *_), found in alike.items():
-        Parts(name, names, [a for a, _ in found]).run([n for _, n in found])
+    steps = [
+        (name, tuple(numbers), arrays, (coefficient, *numbers.values()))
+        for arrays, (name, numbers), coefficient in calls
+    ]
+    for parts, told in _kernels(steps):
+        parts.run(told)
+
+
+def _kernels(
+    steps: Iterable[tuple[str, tuple[str, ...], dict[str, Any], _Of]],
+) -> list[tuple[Parts, list[_Of]]]:
+    """What one kernel can step, together: parts with what each is of.
+
+    steps  operation, names of its numbers, arrays of a part, what it is of
+    """
+    alike: dict[Any, list[tuple[dict[str, Any], _Of]]] = {}
+    for name, numbers, arrays, of in steps:
+        kind = name, numbers, kinds_of(arrays), device_name(arrays["w"])
+        alike.setdefault(kind, []).append((arrays, of))
+    return [
+        (Parts(name, numbers, [arrays for arrays, _ in found]), [of for _, of in found])
+        for (name, numbers, *_), found in alike.items()
+    ]
 
 
 def _like(x: Any) -> Any:
