@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import models
 import numpy as np
 import pytest
 
 import collectives as cc
+from collectives.array import native
 from collectives.train import SGD, AdamW, LossScale, Trainer, WarmUp
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 MODES = [(0, None), (1, None), (2, None), (3, None), (3, "node")]
-NODES = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1]}
+NODES = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1], 5: [0, 0, 1, 1, 1]}
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +28,11 @@ def one_thread():
 
 
 class Block(torch.nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, bias):
         super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.up = torch.nn.Linear(width, 2 * width)
-        self.down = torch.nn.Linear(2 * width, width)
+        self.norm = torch.nn.LayerNorm(width, bias=bias)
+        self.up = torch.nn.Linear(width, 2 * width, bias=bias)
+        self.down = torch.nn.Linear(2 * width, width, bias=bias)
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.relu(self.up(self.norm(x)), inplace=True))
@@ -40,11 +43,11 @@ class Net(torch.nn.Module):
     and blocks that may be checkpointed.
     """
 
-    def __init__(self, checkpointing=None, width=24, blocks=3):
+    def __init__(self, checkpointing=None, width=24, blocks=3, bias=True):
         super().__init__()
         self.embed = torch.nn.Embedding(40, width)
         self.place = torch.nn.Parameter(torch.randn(6, width) * 0.1)
-        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = torch.nn.ModuleList(Block(width, bias) for _ in range(blocks))
         self.fixed = torch.nn.Linear(width, width)
         self.fixed.requires_grad_(False)
         self.out = torch.nn.Linear(width, 40, bias=False)
@@ -68,6 +71,7 @@ def loss(net, batch):
     return torch.nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), target.flatten())
 
 
+@functools.cache
 def data(step, size=12):
     random = np.random.default_rng(step)
     tokens = torch.from_numpy(random.integers(0, 40, (size, 7)))
@@ -87,27 +91,38 @@ def make(comm, mode=(0, None), net=None, **more):
 SEEDED = {}
 
 
-def train(comm, mode, steps, **more):
-    trainer = make(comm, mode, net=seeded(more.pop("checkpointing", None)), **more)
+def train(comm, mode, steps, *, size=12, small=False, checkpointing=None, **more):
+    """Losses, gradient norms and what was skipped; and the bits of parameters as they are kept, of
+    the optimizer's state, and of all that this rank's forward uses.
+    """
+    trainer = make(comm, mode, net=seeded(checkpointing, small), **more)
     told = []
     for step in range(steps):
-        metrics = trainer.step(models.part_of_tensors(data(step), comm.rank, comm.size))
-        told.append((metrics.loss, metrics.grad_norm))
-    return told, models.bits(trainer.parameters())
+        metrics = trainer.step(models.part_of_tensors(data(step, size), comm.rank, comm.size))
+        told.append((metrics.loss, metrics.grad_norm, metrics.skipped))
+    found = {key: models.bits(trainer.whole(key)) for key in ("master", *trainer.slots)}
+    with trainer.gathered() as net:
+        found["used"] = models.bits({k: native(v) for k, v in net.state_dict().items()})
+    return told, found
 
 
-def seeded(checkpointing=None):
-    """The same module again; made once, since ranks that are threads share torch's generator."""
-    if "state" not in SEEDED:
+def seeded(checkpointing=None, small=False):
+    """The same module again; made once, since ranks that are threads share torch's generator.
+
+    small  for long trainings: ranks that are threads have one GIL, under which each parameter and
+           bucket takes time, whatever its size
+    """
+    sizes = {"blocks": 1, "bias": False} if small else {}
+    if small not in SEEDED:
         torch.manual_seed(5)
-        SEEDED["state"] = Net().state_dict()
-    net = Net(checkpointing)
-    net.load_state_dict(SEEDED["state"])
+        SEEDED[small] = Net(**sizes).state_dict()
+    net = Net(checkpointing, **sizes)
+    net.load_state_dict(SEEDED[small])
     return net
 
 
 def same_in_all_modes(n, steps, modes=MODES, **more):
-    seeded()
+    seeded(small=more.get("small", False))
 
     def body(comm):
         return [train(comm, mode, steps, **more) for mode in modes]
@@ -115,18 +130,25 @@ def same_in_all_modes(n, steps, modes=MODES, **more):
     found = cc.run_threads(n, body, nodes=NODES[n], timeout=60)
     first = found[0][0]
     for rank, results in enumerate(found):
-        for mode, result in zip(modes, results, strict=True):
-            assert result[0] == first[0], (rank, mode)
-            assert result[1] == first[1], (rank, mode)
+        for mode, (told, bits) in zip(modes, results, strict=True):
+            assert told == first[0], (rank, mode)
+            assert bits == first[1], (rank, mode)
     return first
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_stages_are_equal_bit_for_bit(precision):
-    more = {"loss_scale": LossScale(scale=1024.0)} if precision == "fp16" else {}
-    told, _ = same_in_all_modes(3, 12, precision=precision, accumulate=2, clip_norm=0.4, **more)
-    assert told[-1][0] < told[0][0]
-    assert any(norm > 0.4 for _, norm in told)
+@pytest.mark.parametrize(
+    ("n", "precision"),
+    [*((n, p) for n in (2, 3, 4, 5) for p in (None, "bf16")), (2, "fp16"), (3, "fp16")],
+)
+def test_stages_are_equal_bit_for_bit(n, precision):
+    """100 steps with accumulation and clipping, on parts that are uneven at every world size."""
+    more = {"loss_scale": LossScale(scale=2.0**24, interval=20)} if precision == "fp16" else {}
+    more |= {"precision": precision, "accumulate": 2, "clip_norm": 0.4, "size": 13, "small": True}
+    told, _ = same_in_all_modes(n, 100, **more)
+    norms = [norm for _, norm, skipped in told if not skipped]
+    assert sum(norm > 0.4 for norm in norms) > 50  # it did clip
+    assert told[-1][0] < 0.9 * told[0][0]  # it did learn
+    assert any(skipped for _, _, skipped in told) == (precision == "fp16")
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])

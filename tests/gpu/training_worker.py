@@ -1,13 +1,15 @@
 """Training of a torch module on GPUs, by ranks that are processes: every stage gives the same bits,
-and what the host gives but for rounding.
+with what the optimizer keeps on the GPU and on the host; and what the host gives but for rounding.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 import collectives as cc
+from collectives.array import device_name
 from collectives.train import AdamW, Trainer
 
 STEPS = 6
@@ -34,13 +37,30 @@ def loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return module(batch).float().square().mean()
 
 
-def train(comm: cc.Communicator, device: torch.device, **options: Any) -> tuple[Any, list[Any]]:
+def ours(module: nn.Module) -> Any:
+    return AdamW(lr=1e-2)
+
+
+def of_torch(module: nn.Module) -> Any:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(
+    comm: cc.Communicator,
+    device: torch.device,
+    optimizer: Callable[[nn.Module], Any] = ours,
+    **options: Any,
+) -> tuple[Any, list[Any]]:
     """Parameters after STEPS steps, and the metrics of each."""
     module = model(device)
     trainer = Trainer(
-        module, AdamW(lr=1e-2), comm, loss=loss, accumulate=2, clip_norm=0.05,
+        module, optimizer(module), comm, loss=loss, accumulate=2, clip_norm=0.05,
         bucket_bytes=100_000, first_bucket_bytes=10_000, trace=True, **options,
     )  # fmt: skip
+    here = "cpu" if options.get("offload") else str(device)
+    for shard in trainer.store.shards:
+        assert device_name(shard.used) == str(device)
+        assert {device_name(x) for x in trainer.store.arrays(shard).values()} == {here}
     random = np.random.default_rng(comm.rank)
     told = []
     for _ in range(STEPS):
@@ -71,22 +91,27 @@ def main() -> None:
             how: dict[str, Any] = {"precision": precision, "master_weights": masters}
             wanted, on_host = train(comm, torch.device("cpu"), **how)
             first: dict[str, Any] = {}
-            for stage in range(4):
-                for other in (False, True):
-                    stream = torch.cuda.Stream() if other else torch.cuda.default_stream()
-                    stream.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(stream):
-                        found, told = train(comm, device, sharding=stage, **how)
-                    stream.synchronize()
-                    first = first or found
-                    for name, x in found.items():
-                        assert x.tobytes() == first[name].tobytes(), (how, stage, other, name)
-                    for mine, theirs in zip(told, on_host, strict=True):
-                        assert abs(mine.loss - theirs.loss) <= 2e-2 * abs(theirs.loss)
-                        assert abs(mine.grad_norm - theirs.grad_norm) <= 5e-2 * theirs.grad_norm
+            for stage, offload, other in itertools.product(range(4), (None, "host"), (False, True)):
+                stream = torch.cuda.Stream() if other else torch.cuda.default_stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    found, told = train(comm, device, sharding=stage, offload=offload, **how)
+                stream.synchronize()
+                first = first or found
+                case = how, stage, offload, other
+                for name, x in found.items():
+                    assert x.tobytes() == first[name].tobytes(), (*case, name)
+                for mine, theirs in zip(told, on_host, strict=True):
+                    assert abs(mine.loss - theirs.loss) <= 2e-2 * abs(theirs.loss)
+                    assert abs(mine.grad_norm - theirs.grad_norm) <= 5e-2 * theirs.grad_norm
             if precision is None:
                 for name, x in wanted.items():
                     assert np.allclose(first[name], x, rtol=0, atol=2e-3), name
+        for stage in (0, 3):  # torch rounds otherwise on the host
+            there, _ = train(comm, device, of_torch, sharding=stage)
+            found, _ = train(comm, device, of_torch, sharding=stage, offload="host")
+            for name, x in there.items():
+                assert np.allclose(found[name], x, rtol=0, atol=1e-5), (stage, name)
         comm.barrier()
     print("trained alike")
 
