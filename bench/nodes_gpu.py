@@ -20,8 +20,16 @@ broadcast's:
             (broadcast: from the first node to the second)
 
 A time is the median over windows of the slowest rank's mean of a call. Every element that each of
-the first four gives is compared before anything is timed; one that is wrong ends the run with
-status 1. `--staging 1M,2M` adds "gpu" with slices of these sizes. The file is written after each
+them gives, but bare messages, is compared before anything is timed; one that is wrong ends the run
+with status 1. `--staging 1M,2M` adds "gpu" with slices of these sizes. `--straight`, for an MPI
+that is CUDA-aware, adds
+
+    straight   as gpu, but MPI is given the arrays as they are (COLLECTIVES_GPU_MPI=on; all others
+               are staged then)
+    mpi gpu    MPI's own collective on arrays of the GPUs
+    wire gpu   bare messages of MPI between arrays of the GPUs
+
+The file is written after each
 row; what does not fit in `--limit` seconds is left out, and the file says so.
 """
 
@@ -45,6 +53,7 @@ from mpi4py import MPI
 import collectives as cc
 from collectives import _core
 from collectives.bench import gpus, machine
+from collectives.device import keep_streams_apart
 from collectives.rail_plan import place_of
 from collectives.schedule import why_unsupported
 from collectives.staging import StagedEngine
@@ -123,15 +132,27 @@ def theirs(collective: str, on: Arrays) -> Way:
     return lambda: call(on.x, on.out)
 
 
-def bare(collective: str, nbytes: int, nodes: list[int]) -> Way:
-    """Messages of as many bytes as a rank must send to other nodes for a vector of `nbytes`."""
+def put(array: Any, values: np.ndarray[Any, Any]) -> None:
+    """Into an array on the host or on a GPU."""
+    if isinstance(array, np.ndarray):
+        array[:] = values
+    else:
+        array.set(values)
+
+
+def bare(module: Any, collective: str, nbytes: int, nodes: list[int]) -> Way:
+    """Messages of as many bytes as a rank must send to other nodes for a vector of `nbytes`,
+    between arrays of `module`: numpy or cupy.
+    """
     apart = nodes if not why_not_placed(nodes) else list(range(WORLD.size))
     place = place_of(apart, WORLD.rank)
     n, rail = len(place.members), place.rail
     share = {"broadcast": 1.0, "all_reduce": 2 * (n - 1) / n}.get(collective, (n - 1) / n)
     if collective != "all_to_all":
         share /= len(place.members[0])
-    outgoing, incoming = np.ones((2, int(nbytes * share)), np.uint8)
+    outgoing, incoming = (module.empty(int(nbytes * share), "uint8") for _ in range(2))
+    for array in (outgoing, incoming):
+        put(array, np.ones(array.shape, np.uint8))  # else the host's are one page of zeros
     if collective == "broadcast":
         return {
             0: lambda: WORLD.Send(outgoing, rail[1]),
@@ -145,10 +166,17 @@ class Bench:
     """One rank: its communicators, its GPU and its stream."""
 
     def __init__(
-        self, nodes: int, algorithms: list[str], staging: list[str], seconds: float
+        self,
+        nodes: int,
+        algorithms: list[str],
+        staging: list[str],
+        straight: bool,
+        seconds: float,
     ) -> None:
         self.seconds = seconds
+        self.straight = straight
         self.algorithms = algorithms
+        keep_streams_apart()  # before CUDA is used
         self.gpu = WORLD.rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(self.gpu).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -161,21 +189,23 @@ class Bench:
                 f"nodes_gpu: {nodes or 'several'} nodes are needed, not nodes {self.comm.nodes} "
                 "(COLLECTIVES_NODE)"
             )
+        variable = "COLLECTIVES_GPU_MPI"
         self.staged = {"gpu": self.comm}
-        self._set_up(self.comm)
-        usual = os.environ.get("COLLECTIVES_STAGING")
-        for size in staging:
-            os.environ["COLLECTIVES_STAGING"] = size
-            self.staged[f"gpu {size}"] = twin = self.comm.duplicate()
-            self._set_up(twin)
-        os.environ.pop("COLLECTIVES_STAGING", None)
-        if usual is not None:
-            os.environ["COLLECTIVES_STAGING"] = usual
+        self._set_up(self.comm, variable, "off" if straight else os.environ.get(variable, ""))
+        twins = [(f"gpu {size}", "COLLECTIVES_STAGING", size) for size in staging]
+        twins += [("straight", variable, "on")] if straight else []
+        for name, variable, value in twins:
+            self.staged[name] = twin = self.comm.duplicate()
+            self._set_up(twin, variable, value)
 
-    def _set_up(self, comm: cc.Communicator) -> None:
+    def _set_up(self, comm: cc.Communicator, variable: str, value: str) -> None:
+        """With a variable of the environment set meanwhile."""
+        usual = os.environ.get(variable, "")
+        os.environ[variable] = value
         with self.stream:
             comm.all_reduce(cupy.empty(8, "float32"))
         comm.synchronize()
+        os.environ[variable] = usual
 
     def ways(self, collective: str, nbytes: int) -> dict[str, tuple[Way, Arrays | None]]:
         """Each way's call, and the arrays that it works on."""
@@ -204,7 +234,10 @@ class Bench:
         found["waited"] = (waited, on_gpu)
         found["host"] = (ours(self.comm, collective, on_host), on_host)
         found["mpi"] = (theirs(collective, on_host), on_host)
-        found["wire"] = (bare(collective, nbytes, self.comm.nodes), None)
+        found["wire"] = (bare(np, collective, nbytes, self.comm.nodes), None)
+        if self.straight:
+            found["mpi gpu"] = (theirs(collective, on_gpu), on_gpu)
+            found["wire gpu"] = (bare(cupy, collective, nbytes, self.comm.nodes), None)
         return found
 
     def along_rails(self, collective: str, nbytes: int) -> bool:
@@ -218,10 +251,7 @@ class Bench:
         come out.
         """
         for array, values in ((on.out, np.full(on.out.size, -2, np.float32)), (on.x, data.x)):
-            if isinstance(array, np.ndarray):
-                array[:] = values
-            else:
-                array.set(values)
+            put(array, values)
         self.stream.synchronize()
         WORLD.Barrier()
         way()
@@ -313,6 +343,9 @@ def main() -> int:
         "--algorithms", default="", help="beside what is chosen on GPU arrays, such as ring,pat"
     )
     parser.add_argument("--staging", default="", help="further sizes of slices, such as 1M,2M")
+    parser.add_argument(
+        "--straight", action="store_true", help="give MPI arrays of the GPUs too: it is CUDA-aware"
+    )
     parser.add_argument("--seconds", type=float, default=0.7, help="of a row's windows, about")
     parser.add_argument("--limit", type=float, default=80.0, help="seconds for all rows")
     parser.add_argument("--json", type=Path)
@@ -322,7 +355,7 @@ def main() -> int:
         parser.error(f"--nodes {options.nodes}: {WORLD.size} ranks make 2 to {WORLD.size} nodes")
     algorithms = [a.strip() for a in re.split(r",(?![^(]*\))", options.algorithms) if a.strip()]
     staging = [s for s in options.staging.split(",") if s]
-    bench = Bench(options.nodes, algorithms, staging, options.seconds)
+    bench = Bench(options.nodes, algorithms, staging, options.straight, options.seconds)
     content: dict[str, Any] = {"header": header(bench), "rows": [], "left_out": []}
     for collective in options.collectives.split(","):
         for nbytes in map(parsed, options.bytes.split(",")):

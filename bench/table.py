@@ -10,11 +10,11 @@ Between markers such as
 
 go the tables. README.md gets one table for each number of ranks: float32 sum all_reduce in place on
 one host, algorithms chosen by size, loops in C++. docs/gpu.md gets the same of GPUs: out of place,
-in CUDA graphs, and what bench/nodes_gpu.py and bench/transfers_gpu.py measured.
-docs/benchmarks.md gets a section for each run. A ratio is a peer's time divided by ours of the same
-run, so runs are never compared with each other; where several runs have a row of the summary, our
-time there is their median. A run with a wrong element is refused. The tables of docs/torch.md and
-docs/training.md are made by torch_tables.py.
+in CUDA graphs, and what bench/transfers_gpu.py measured; docs/gpu-nodes.md what bench/nodes_gpu.py
+did. docs/benchmarks.md gets a section for each run. A ratio is a peer's time divided by ours of the
+same run, so runs are never compared with each other; where several runs have a row of the summary,
+our time there is their median. A run with a wrong element is refused. The tables of docs/torch.md
+and docs/training.md are made by torch_tables.py.
 """
 
 import json
@@ -33,7 +33,7 @@ PAGES = [
     (ROOT / "docs" / "benchmarks.md", "all"),
     (ROOT / "docs" / "benchmarks.md", "gpu all"),
     (ROOT / "docs" / "gpu.md", "gpu summary"),
-    (ROOT / "docs" / "gpu.md", "gpu between nodes"),
+    (ROOT / "docs" / "gpu-nodes.md", "gpu between nodes"),
     (ROOT / "docs" / "gpu.md", "gpu transfers"),
     (ROOT / "docs" / "torch.md", "torch suite"),
     (ROOT / "docs" / "torch.md", "torch steps"),

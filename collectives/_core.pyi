@@ -120,7 +120,15 @@ def open_region(
 
 @final
 class MpiTransport:
-    def __init__(self, comm: int, *, slot_bytes: int, depth: int, timeout: float) -> None: ...
+    def __init__(
+        self,
+        comm: int,
+        *,
+        slot_bytes: int,
+        depth: int,
+        timeout: float,
+        slots: GpuSlots | None = None,
+    ) -> None: ...
     @property
     def threads(self) -> str: ...
     @property
@@ -204,6 +212,11 @@ def device_options(
     """How calls on device arrays are done, for `DeviceCommunicator.caller`'s call."""
 
 @final
+class GpuSlots:
+    @property
+    def slot_bytes(self) -> int: ...
+
+@final
 class Staging:
     def __init__(self, *, device: int, slot_bytes: int) -> None: ...
     def run(
@@ -220,6 +233,16 @@ class Staging:
     def join(self, near: DeviceCommunicator, rail: Communicator, ranks: Sequence[int], /) -> None:
         """`ranks`: the numbers of the rail's among all."""
     def make_scratch(self, bytes: int, /) -> int: ...
+    def make_slots(self, nranks: int) -> GpuSlots: ...
+    def probe(self, slots: GpuSlots, mpi: MpiTransport, timeout: float, /) -> str:
+        """Why MPI does not take pointers to memory of the GPU; "" if it does. Collective."""
+    def go_straight(
+        self, comm: Communicator, mpi: MpiTransport, slots: GpuSlots, from_bytes: int, /
+    ) -> None: ...
+    @property
+    def streams_apart(self) -> bool: ...
+    @property
+    def straight_calls(self) -> int: ...
     def check(self) -> None: ...
     def idle(self) -> bool: ...
     def abort(self, reason: str, kind: str = "aborted", about: int = -1) -> None: ...

@@ -252,12 +252,14 @@ class Calls:
         self._call(*arguments)
         return result()
 
-    def _again(self, x: Any, out: Any, stream: Any, *how: Hashable) -> Key | None:
+    def _again(
+        self, x: Any, out: Any, stream: Any, *how: Hashable, writes: bool = True
+    ) -> Key | None:
         """Makes a call on a GPU that is like one before; see `KnownCalls.call`."""
         known = self._known
         if known is None or self._group is not None:
             return None
-        return known.call(x, out, stream, how)
+        return known.call(x, out, stream, how, writes)
 
     # ---- on GPUs ---------------------------------------------------------------------------------
 

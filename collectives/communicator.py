@@ -419,5 +419,5 @@ class Communicator(Reductions, Movements, PointToPoint):
             one_region=self._one_region,
             tuner=self._tuner,
             transport=self.transports if self.size > 1 else None,
-            no_rails=self._device.why_no_rails if isinstance(self._device, StagedEngine) else "",
+            between=self._device.between if isinstance(self._device, StagedEngine) else None,
         )

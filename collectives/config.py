@@ -296,6 +296,12 @@ VARIABLES: tuple[Variable, ...] = (
         DEFAULT_STAGING,
         "bytes of a slice of arrays on GPUs between nodes; 4 times that is pinned",
     ),
+    Variable(
+        "COLLECTIVES_GPU_MPI",
+        _one_of("auto", "on", "off"),
+        "auto",
+        "pointers to memory of GPUs straight to MPI: auto (large calls, if it takes them), on, off",
+    ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
         "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
@@ -358,6 +364,7 @@ class Settings:
     heartbeat: float
     gpu_path: str
     staging: int
+    gpu_mpi: str
     node: str
     simd: str
     rank: int | None

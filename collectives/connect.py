@@ -19,7 +19,7 @@ from .tuning.work import GPU
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
-    from ._core import HostTuning, MpiTransport, Region
+    from ._core import GpuSlots, HostTuning, MpiTransport, Region
     from .tuning.tables import Table
 
 # Regions of thread ranks, by the job of their bootstrap: the creator puts it here, the others find
@@ -122,7 +122,7 @@ def connect(
         fallback = f"MPI is used within nodes too, because the ranks cannot share memory: {words}"
     mpi = None
     if has_mpi and len(together) < size:
-        mpi = _mpi_transport(cast(Mpi, bootstrap))
+        mpi = mpi_transport(cast(Mpi, bootstrap))
     elif len(groups) > 1 and not has_mpi:
         others = name_ranks(set(range(size)) - set(together))
         where = (
@@ -281,12 +281,18 @@ def _share_region(bootstrap: Bootstrap, together: list[int]) -> tuple[Region | N
     return region, failure
 
 
-def _mpi_transport(bootstrap: Mpi) -> MpiTransport:
+def mpi_transport(
+    bootstrap: Mpi, slot_bytes: int = MPI_SLOT, slots: GpuSlots | None = None
+) -> MpiTransport:
+    """What carries messages between these ranks; `slots`: memory of a GPU for them, which arrays
+    are in then too. Collective over the bootstrap.
+    """
     from mpi4py import MPI
 
     return _core.MpiTransport(
         MPI._handleof(bootstrap.comm),
-        slot_bytes=MPI_SLOT,
+        slot_bytes=slot_bytes,
         depth=MPI_DEPTH,
         timeout=bootstrap.timeout,
+        slots=slots,
     )

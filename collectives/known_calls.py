@@ -37,12 +37,13 @@ class KnownCalls:
         self._engine = engine
         self._known: dict[Key, _Known] = {}
 
-    def call(self, x: Any, out: Any, stream: Any, how: Key) -> Key | None:
+    def call(self, x: Any, out: Any, stream: Any, how: Key, writes: bool = True) -> Key | None:
         """Makes a call and returns () if one like it is known; else the key to `learn` it under,
         None if the arrays or the stream need a closer look. None is made then.
 
-        out  the array that is written; x itself, or None for it
-        how  the collective's name, and its other arguments, which may be wrong
+        out     the array that is written; x itself, or None for it
+        how     the collective's name, and its other arguments, which may be wrong
+        writes  this rank's array is written
         """
         kind = KINDS.get(type(x))
         if kind is None or (mine := kind.glance(x)) is None:
@@ -76,7 +77,8 @@ class KnownCalls:
             return key
         arguments = (*known.before, pointer, target, *known.behind)
         engine.run_known(known.options, handle, arguments)
-        kind.has_written(x if out is None else out)
+        if writes:
+            kind.has_written(x if out is None else out)
         return ()
 
     def learn(

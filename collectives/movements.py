@@ -43,6 +43,11 @@ class Movements(Calls):
 
         x  any shape; count and dtype equal on all ranks
         """
+        key = None
+        if algorithm is None and not async_op:
+            key = self._again(x, None, stream, "broadcast", root, writes=self.rank != root)
+            if key == ():
+                return x
         root = self._root(root)
         if is_immutable(x, "broadcast: x"):
             source = view(x, writable=False, what="broadcast: x")
@@ -65,6 +70,7 @@ class Movements(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer),
+            key=key,
         )
 
     def all_gather(
@@ -375,6 +381,12 @@ class Movements(Calls):
 
         x  shape (size·k, ...); the result has the same shape. With out=x the input is copied first.
         """
+        key = None
+        if out is not None and algorithm is None and not async_op:
+            shape = getattr(x, "shape", None)
+            key = self._again(x, out, stream, "all_to_all", shape, x is out)
+            if key == ():
+                return out
         source = view(x, writable=False, what="all_to_all: x")
         rows = source.shape[0] if source.shape else 1
         if rows % self.size:
@@ -405,6 +417,7 @@ class Movements(Calls):
             stream=stream,
             result=result,
             keep=(x, buffer, copy),
+            key=key,
         )
 
     def all_to_all_v(

@@ -25,8 +25,9 @@ from .device_memory import NoSymmetricMemory
 from .errors import AbortedError, CollectiveError, DeadlineError, MismatchError, PeerDiedError
 from .rail_plan import Part, Place, Whole, Window, place_of, scratch_bytes, windows
 from .schedule import is_written, schedule
+from .straight import go_straight
 from .tuning.device import device_algorithm
-from .tuning.rails import NEAR, Parts, why_not_placed
+from .tuning.rails import NEAR, Parts, Straight, why_not_placed
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
@@ -213,6 +214,13 @@ class Rails:
             before[1].hold(stream)
             combine(before[0].after)
         self._last = stream, self._side.mark(stream)
+
+    def go_straight(self, wanted: str) -> Straight:
+        """As `straight.go_straight`, for what goes along this rank's rail; alike on all ranks."""
+        rail = self._rail_comm
+        found = go_straight(rail._bootstrap, rail._core, self._given.staging, wanted)
+        answers = _ask(self._given.bootstrap, {"why": found.why_not})
+        return next((Straight(a["why"]) for a in answers if a["why"]), found)
 
     @property
     def near_size(self) -> int:

@@ -6,7 +6,8 @@ each rank, and the rest is done from GPU to GPU: `rails.py`.
 A call is put on the caller's current stream and returns at once, as within a node. Behind it a
 thread of the communicator copies a slice to the host, makes the call on it that serves host arrays
 (any algorithm, hierarchical ones included), and copies the result back, while the next slice comes
-and the one before goes. See csrc/staging.hpp.
+and the one before goes. See csrc/staging.hpp. Where MPI takes pointers to memory of GPUs, larger
+calls are made on the arrays as they are: `straight.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .device import DeviceEngine, why_no_gpu
 from .device_memory import NoSymmetricMemory
 from .errors import CollectiveError
 from .rails import Given, MakePart, make_rails
+from .straight import go_straight
+from .tuning.rails import Between
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
@@ -68,6 +71,7 @@ class StagedEngine(DeviceEngine):
     part        makes a communicator of some of the ranks
 
     `rails` is None where calls cannot go along rails, and `why_no_rails` then says why.
+    `straight` says whether MPI is given pointers to memory of GPUs.
 
     Raises UnsupportedError on all ranks, in words, where a GPU cannot be used.
     """
@@ -91,7 +95,8 @@ class StagedEngine(DeviceEngine):
         self._bootstrap = bootstrap
         warn_if_bound(bootstrap.rank)
         why = why_no_gpu(device) or _why_no_thread(bootstrap)
-        answers = self._agree("cannot stage arrays of a GPU", why, slot=Settings().staging)
+        settings = Settings()
+        answers = self._agree("cannot stage arrays of a GPU", why, slot=settings.staging)
         self.slot_bytes = min(int(a["slot"]) for a in answers)
         why, core = "", None
         try:
@@ -105,6 +110,9 @@ class StagedEngine(DeviceEngine):
         self.memory = NoSymmetricMemory()
         given = Given(bootstrap, host, core, self.slot_bytes, device, max_blocks, path)
         self.rails, self.why_no_rails = make_rails(given, nodes, part)
+        self.straight = go_straight(bootstrap, host, core, settings.gpu_mpi)
+        if self.rails is not None and not self.straight.why_not:
+            self.straight = self.rails.go_straight(settings.gpu_mpi)
 
     def run_staged(
         self, comm: Core, arguments: tuple[Any, ...], algorithm: int, stream: int
@@ -114,6 +122,11 @@ class StagedEngine(DeviceEngine):
         """
         whole = (*arguments[:_ALGORITHM], algorithm, *arguments[_ALGORITHM + 1 :])
         self._staging.run(comm, whole, stream)
+
+    @property
+    def between(self) -> Between:
+        """How its calls go between nodes, for `explain`."""
+        return Between(self.why_no_rails, self.straight)
 
     def mark(self, stream: int) -> _core.Mark:
         """The end of the last call, which was put on `stream`: such calls are not captured."""

@@ -146,6 +146,8 @@ void bind_device(py::module_& m) {
 }
 
 void bind_staging(py::module_& m) {
+  py::class_<GpuSlots, std::shared_ptr<GpuSlots>>(m, "GpuSlots")
+      .def_property_readonly("slot_bytes", &GpuSlots::slot_bytes);
   py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
       .def(py::init([](int device, std::size_t slot_bytes) {
              WithoutGil release;
@@ -180,6 +182,11 @@ void bind_staging(py::module_& m) {
       .def("refuse_capture", &Staging::refuse_capture)
       .def("join", &Staging::join, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("make_scratch", &Staging::make_scratch, Unlocked())
+      .def("make_slots", &Staging::make_slots, py::arg("nranks"), Unlocked())
+      .def("probe", &Staging::probe, Unlocked())
+      .def("go_straight", &Staging::go_straight)
+      .def_property_readonly("streams_apart", &Staging::streams_apart)
+      .def_property_readonly("straight_calls", &Staging::straight_calls)
       .def("check", &Staging::check)
       // The communicator's own abort() ends what the calls wait for.
       .def(

@@ -9,6 +9,7 @@
 #include "mpi.hpp"
 #include "python_calls.hpp"
 #include "region.hpp"
+#include "straight.hpp"
 #include "transport_mpi.hpp"
 
 namespace py = pybind11;
@@ -59,16 +60,18 @@ void bind_regions(py::module_& m) {
 
 void bind_mpi(py::module_& m) {
   py::class_<MpiTransport, std::shared_ptr<MpiTransport>>(m, "MpiTransport")
-      .def(py::init([](std::uintptr_t comm, std::size_t slot_bytes, int depth, double timeout) {
+      .def(py::init([](std::uintptr_t comm, std::size_t slot_bytes, int depth, double timeout,
+                       std::shared_ptr<GpuSlots> slots) {
              MpiTransportOptions options;
              options.slot_bytes = slot_bytes;
              options.depth = depth;
              options.timeout_s = timeout;
+             options.slots = std::move(slots);
              WithoutGil release;
              return std::make_shared<MpiTransport>(mpi_from_loaded_library(), comm, options);
            }),
            py::arg("comm"), py::kw_only(), py::arg("slot_bytes"), py::arg("depth"),
-           py::arg("timeout"))
+           py::arg("timeout"), py::arg("slots") = nullptr)
       .def_property_readonly("threads",
                              [](MpiTransport& t) { return std::string{name_of(t.threads())}; })
       .def_property_readonly("any_thread", &MpiTransport::any_thread)

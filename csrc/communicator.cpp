@@ -1,6 +1,7 @@
 // The life of a communicator, and its calls. Trouble is in communicator_failures.cpp, sends,
 // receives and symmetric memory in communicator_memory.cpp, asynchronous calls in
-// communicator_queue.cpp.
+// communicator_queue.cpp, what calls on a GPU's memory by MPI need besides in
+// communicator_straight.cpp.
 #include "communicator.hpp"
 
 #include <unistd.h>
@@ -17,9 +18,8 @@
 namespace collectives {
 namespace {
 
-// What programs may count on; every transport holds at least as many messages (checked below).
-// Fixed, because all ranks must lower alike.
-constexpr int kFifoDepth = 4;
+// Bytes of a straight call's segment at least, if the call has as many.
+constexpr std::size_t kStraightSegment = 128 << 10;
 
 constexpr std::size_t kMaxPlans = 512;
 constexpr std::size_t kMaxNames = 1024;  // of algorithms; the room is reserved
@@ -96,7 +96,7 @@ Communicator::Communicator(CommunicatorConfig config)
   p2p_waiter_ = std::make_unique<Waiter>(transfer_watch_, doorbell, manner);
   recorder_ = std::make_shared<Recorder>(Recorder::Identity{
       config_.name, config_.rank, config_.nranks, transports(), config_.timeout_s});
-  engine_ = std::make_unique<HostEngine>(*waiter_);
+  engine_ = std::make_unique<HostEngine>(*waiter_, std::make_unique<HostHands>());
   groups_are_nodes_ = parted_alike(config_.group, config_.node);
   if (n > 1)
     assembly_ =
@@ -320,6 +320,8 @@ void Communicator::dispatch(const Call& call, const Options& options) {
     const bool direct = shape == 1 || shape == 2;
     if (options.agreed != nullptr)
       *options.agreed = agree(signature, hash, *options.agreed);
+    else if (options.straight)
+      run_general(call, options, signature, hash);
     else if (direct_ && (options.algorithm == kDefault || direct))
       direct_->run(call, shape == 2, signature, hash, segments_now());
     else if (options.algorithm == kDefault)
@@ -353,31 +355,30 @@ void Communicator::run_alone(const Call& call, const Options&) {
     std::memmove(call.output, call.input, count * e);
 }
 
-const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
-  const auto found = programs_.find(key);
-  if (found != programs_.end()) return found->second;
+Schedule Communicator::schedule_of(const ProgramKey& key) {
   const std::string& name = names_[key.algorithm];
-  Schedule schedule;
-  bool custom = false;
   {
     std::lock_guard lock(defined_mutex_);
     const auto roots = defined_.find({name, key.collective});
-    custom = roots != defined_.end();
-    if (custom) {
+    if (roots != defined_.end()) {
       const auto at = roots->second.find(key.root);
       if (at == roots->second.end())
         throw Error(ErrorKind::unsupported, "algorithm '" + name + "' was not defined for root " +
                                                 std::to_string(key.root));
-      schedule = at->second;
+      return at->second;
     }
   }
-  if (!custom) {
-    World world;
-    world.nranks = config_.nranks;
-    world.root = key.root;
-    world.node = config_.node;
-    schedule = build_schedule(name, key.collective, world);
-  }
+  World world;
+  world.nranks = config_.nranks;
+  world.root = key.root;
+  world.node = config_.node;
+  return build_schedule(name, key.collective, world);
+}
+
+Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
+  const auto found = programs_.find(key);
+  if (found != programs_.end()) return found->second;
+  const Schedule schedule = schedule_of(key);
   Lowered result;
   result.nchunks = schedule.nchunks;
   if (key.collective == Collective::all_to_all)
@@ -386,9 +387,10 @@ const Communicator::Lowered& Communicator::lowered(const ProgramKey& key) {
   result.program =
       std::make_shared<const RankProgram>(lower(schedule, config_.rank, key.order, kFifoDepth));
   if (static_cast<int>(result.program->channels.size()) > kProgramChannels)
-    throw Error(ErrorKind::unsupported,
-                "algorithm '" + name + "' uses " + std::to_string(result.program->channels.size()) +
-                    " channels; at most " + std::to_string(kProgramChannels) + " exist");
+    throw Error(ErrorKind::unsupported, "algorithm '" + names_[key.algorithm] + "' uses " +
+                                            std::to_string(result.program->channels.size()) +
+                                            " channels; at most " +
+                                            std::to_string(kProgramChannels) + " exist");
   return programs_.emplace(key, std::move(result)).first->second;
 }
 
@@ -408,10 +410,41 @@ std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash
   return most;
 }
 
+std::unique_ptr<HostPlan> Communicator::make_plan(const Call& call, const Lowered& low,
+                                                  const std::string& algorithm,
+                                                  std::uint64_t longest, bool straight) {
+  const int n = config_.nranks;
+  const std::size_t e = size_of(call.dtype);
+  const Links& links = straight ? straight_->links : links_;
+  const std::uint64_t align = std::max<std::uint64_t>(1, 64 / e);
+  std::uint64_t cap = links.slot_bytes / low.program->max_message_pieces / e;
+  if (straight) cap = straight_segment(low, e);
+  if (cap == 0)
+    throw Error(ErrorKind::unsupported, "algorithm '" + algorithm + "' sends " +
+                                            std::to_string(low.program->max_message_pieces) +
+                                            " chunks in one message, too many for slots of " +
+                                            std::to_string(links.slot_bytes) + " bytes");
+  std::uint64_t segment = cap;
+  if (straight) {
+    // A quarter of what a chunk has, so that segments overlap, if that is worth a message.
+    const bool blocked = Layout::blocked(call.collective);
+    const std::uint64_t whole = blocked ? longest * n : call.count;
+    const std::uint64_t quarter = whole / (4 * static_cast<std::uint64_t>(low.nchunks)) + 1;
+    segment = std::min(cap, std::max(quarter, kStraightSegment / e));
+  } else {
+    segment = std::min(cap, std::max<std::uint64_t>(align, config_.tuning.segment_bytes / e));
+  }
+  if (segment > align) segment = segment / align * align;
+  Layout layout(call, config_.rank, n, low.nchunks, segment, longest);
+  const int channels = std::max<int>(1, static_cast<int>(low.program->channels.size()));
+  const int wanted = straight ? kStraightChannels : config_.tuning.lanes;
+  const int lanes = std::max(1, std::min(wanted, links.max_channels / channels));
+  return std::make_unique<HostPlan>(low.program, std::move(layout), call, links, lanes, n);
+}
+
 void Communicator::run_general(const Call& call, const Options& options, const Signature& signature,
                                std::uint64_t hash) {
   const int n = config_.nranks;
-  const std::size_t e = size_of(call.dtype);
   const bool uneven_pairs = call.collective == Collective::all_to_all && call.in.is_table();
   std::uint64_t longest = std::max(call.in.longest(n), call.out.longest(n));
   // The program is made first: an algorithm that cannot run raises before the peers are asked.
@@ -428,41 +461,29 @@ void Communicator::run_general(const Call& call, const Options& options, const S
   if (uneven_pairs && longest == 0) return;
 
   const auto make = [&] {
-    const std::uint64_t align = std::max<std::uint64_t>(1, 64 / e);
-    const std::uint64_t cap = links_.slot_bytes / low.program->max_message_pieces / e;
-    if (cap == 0)
-      throw Error(ErrorKind::unsupported, "algorithm '" + names_[options.algorithm] + "' sends " +
-                                              std::to_string(low.program->max_message_pieces) +
-                                              " chunks in one message, too many for slots of " +
-                                              std::to_string(links_.slot_bytes) + " bytes");
-    std::uint64_t segment = std::min<std::uint64_t>(
-        cap, std::max<std::uint64_t>(align, config_.tuning.segment_bytes / e));
-    if (segment > align) segment = segment / align * align;
-    Layout layout(call, config_.rank, n, low.nchunks, segment, longest);
-    const int channels = std::max<int>(1, static_cast<int>(low.program->channels.size()));
-    const int lanes = std::max(1, std::min(config_.tuning.lanes, links_.max_channels / channels));
-    return std::make_unique<HostPlan>(low.program, std::move(layout), call, links_, lanes, n);
+    return make_plan(call, low, names_[options.algorithm], longest, options.straight);
   };
+  HostEngine& engine = options.straight ? *straight_->engine : *engine_;
   const std::uint64_t tag = hash * 0x9e3779b97f4a7c15ULL + calls_;
   try {
     if (call.in.is_table() || call.out.is_table()) {
       const auto plan = make();
-      engine_->run(*plan, call, tag);
+      engine.run(*plan, call, tag);
       return;
     }
-    const PlanKey key{program_key, call.dtype, signature.count, 0};
+    const PlanKey key{program_key, call.dtype, signature.count, options.straight};
     auto& plan = plans_[key];
     if (!plan) {
       if (plans_.size() > kMaxPlans) {
         plans_.clear();
         auto& again = plans_[key];
         again = make();
-        engine_->run(*again, call, tag);
+        engine.run(*again, call, tag);
         return;
       }
       plan = make();
     }
-    engine_->run(*plan, call, tag);
+    engine.run(*plan, call, tag);
   } catch (const Error& error) {
     leave_path(error.kind(), error.what());
     throw;

@@ -105,6 +105,7 @@ class Communicator : public Watch {
     Order order = Order::any;
     double factor[2] = {1, 0};  // premul_sum
     bool on_device = false;     // the arrays are staged: all ranks' must be, or none's
+    bool straight = false;      // they are where MPI takes them: see go_straight()
     // If given, nothing is moved: the ranks only agree that they are in this call, and on the
     // largest of these numbers, which it then is.
     std::uint64_t* agreed = nullptr;
@@ -125,6 +126,22 @@ class Communicator : public Watch {
     virtual void end(std::exception_ptr error) noexcept = 0;
   };
   void submit(std::shared_ptr<Task> task);
+  // Calls with Options::straight have arrays in memory of a GPU from now on: `mpi`, whose slots are
+  // there too, sends from there and receives there, and `hands` work on them. Collective.
+  // from           bytes of a call, of all blocks together, from which on it goes so
+  // scratch_bytes  of the hands' memory, the same on all ranks
+  // operands       that they combine at once, at most
+  void go_straight(std::shared_ptr<MpiTransport> mpi, std::unique_ptr<Hands> hands,
+                   std::uint64_t from, std::size_t scratch_bytes, int operands);
+  // Why a call does not go so, in words; "" if it does. The same on all ranks.
+  std::string why_not_straight(const Call& call, const Options& options);
+  // FIFO channels of a pair that such calls use at most, and messages that each holds: on the
+  // sender's side, and one on the receiver's.
+  static constexpr int kStraightChannels = 2;
+  // What programs may count on; every transport holds at least as many messages. Fixed, because
+  // all ranks must lower alike.
+  static constexpr int kFifoDepth = 4;
+
   // For Task::run.
   void run_in_turn(const Call& call, const Options& options) { execute(call, options); }
 
@@ -199,16 +216,28 @@ class Communicator : public Watch {
   struct PlanKey {
     ProgramKey program;
     Dtype dtype;
-    std::uint64_t count, block;
+    std::uint64_t count;
+    bool straight;
     bool operator<(const PlanKey& o) const {
-      return std::tie(program, dtype, count, block) <
-             std::tie(o.program, o.dtype, o.count, o.block);
+      return std::tie(program, dtype, count, straight) <
+             std::tie(o.program, o.dtype, o.count, o.straight);
     }
   };
   struct Lowered {
     std::shared_ptr<const RankProgram> program;
     int nchunks = 1;
     bool forwards = false;  // all_to_all: blocks pass through ranks that they are not for
+    // Of any rank, filled in for straight calls:
+    int cells = -1;    // scratch cells; -1: not yet
+    int operands = 0;  // of a combine step
+  };
+  struct Straight {
+    Links links;
+    std::shared_ptr<MpiTransport> mpi;
+    std::unique_ptr<HostEngine> engine;
+    std::uint64_t from = 0;
+    std::size_t scratch_bytes = 0;
+    int operands = 0;
   };
   struct Mapping;
 
@@ -263,7 +292,13 @@ class Communicator : public Watch {
                    std::uint64_t hash);
   void run_alone(const Call& call, const Options& options);
   std::uint64_t agree(const Signature& signature, std::uint64_t hash, std::uint64_t amount);
-  const Lowered& lowered(const ProgramKey& key);
+  Lowered& lowered(const ProgramKey& key);
+  const Lowered& lowered_for_straight(const ProgramKey& key);
+  Schedule schedule_of(const ProgramKey& key);
+  std::unique_ptr<HostPlan> make_plan(const Call& call, const Lowered& low,
+                                      const std::string& algorithm, std::uint64_t longest,
+                                      bool straight);
+  std::uint64_t straight_segment(const Lowered& low, std::size_t element) const;
   Signature sign(const Call& call, const Options& options) const;
   void check_devices(int q);
   void check_open() const;
@@ -285,6 +320,7 @@ class Communicator : public Watch {
   std::unique_ptr<DirectHost> direct_;
   std::unique_ptr<Assembly> assembly_;  // where there is no gate, since not all share memory
   std::unique_ptr<HostEngine> engine_;
+  std::unique_ptr<Straight> straight_;
   std::unique_ptr<PointToPoint> p2p_;
 
   std::vector<std::string> names_;  // never moves: a queued call may read it while another is made

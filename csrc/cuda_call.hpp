@@ -271,6 +271,15 @@ struct ExchangeCall {
   u32 chunks;  // of a block, for the pair that has the most
 };
 
+// What one rank combines by itself: dst[..] = src[0] op src[1] op ...
+struct CombineCall {
+  const unsigned char* src[kMaxRanks];
+  unsigned char* dst[2];
+  int nsrc, ndst;
+  u64 bytes;
+  Arithmetic arithmetic;
+};
+
 struct PairTransfer {
   unsigned char* memory;  // that is read, or written
   u64 bytes, count;       // count: elements
@@ -289,9 +298,14 @@ struct TransferCall {
 };
 static_assert(sizeof(TransferCall) <= 4096, "what a kernel's parameters may take");
 
+// That divides by nothing and multiplies by nothing.
+Arithmetic arithmetic_of(Dtype dtype, Op op);
+
 // ---- kernels/*.cu: `stream` is a cudaStream_t; the result is a cudaError_t ---------------------
 
 int launch_plan(const PlanCall& call, int blocks, void* stream);
+int launch_combine(const CombineCall& call, void* stream);
+int load_combine();
 int launch_one_shot(const OneShotCall& call, int blocks, void* stream);
 int launch_two_shot_lines(const OneShotCall& call, int blocks, void* stream);  // of `twice`
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);

@@ -51,6 +51,14 @@ Combine combine_of(Op op) {
 
 }  // namespace
 
+Arithmetic device::arithmetic_of(Dtype dtype, Op op) {
+  Arithmetic made{};
+  made.reducer = {static_cast<u32>(dtype), static_cast<u32>(combine_of(op))};
+  made.element = static_cast<u32>(size_of(dtype));
+  made.divisor = 1;
+  return made;
+}
+
 // ---- programs -----------------------------------------------------------------------------------
 
 const Uploaded& DeviceCommunicator::Impl::uploaded(const ProgramKey& key) {
@@ -280,10 +288,8 @@ Prepared DeviceCommunicator::Impl::prepare(const Call& call, const DeviceOptions
       static_cast<u64>(signature.collective) | static_cast<u64>(signature.dtype) << 8 |
       static_cast<u64>(signature.op) << 16 | static_cast<u64>(signature.order) << 24 |
       static_cast<u64>(signature.root & 0xffff) << 32 | (algorithm & 0xffff) << 48;
-  Arithmetic arithmetic{};
-  arithmetic.reducer = {static_cast<u32>(call.dtype), static_cast<u32>(combine_of(call.op))};
-  arithmetic.element = static_cast<u32>(size_of(call.dtype));
-  arithmetic.divisor = reduces(call.collective) && call.op == Op::avg ? config.nranks : 1;
+  Arithmetic arithmetic = arithmetic_of(call.dtype, call.op);
+  if (reduces(call.collective) && call.op == Op::avg) arithmetic.divisor = config.nranks;
   arithmetic.scaled = reduces(call.collective) && call.op == Op::premul_sum;
   arithmetic.factor[0] = options.factor[0];
   arithmetic.factor[1] = options.factor[1];

@@ -27,6 +27,11 @@ constexpr int kBusyPolls = 200;
 constexpr microseconds kNap{20};
 constexpr microseconds kLookEvery{5000};
 
+// For the self-tests of copies, and of streams: as long as the turns that some processes take on
+// one GPU.
+constexpr double kTestSeconds = 20;
+constexpr std::chrono::milliseconds kStreamsTest{500};
+
 // Seconds for which a kernel believes in a host that does not stir: a slice waits for its peers as
 // long as the communicator's timeout at most, at each of a few steps.
 double patience(double timeout_s) { return 60 + 8 * std::min(timeout_s, 1e8); }
@@ -68,6 +73,7 @@ class CopyStreams {
 }  // namespace
 
 struct Staging::State {
+  class Held;
   struct Slot {
     std::byte *in = nullptr, *out = nullptr;
     cudaEvent_t filled = nullptr, emptied = nullptr;
@@ -82,6 +88,7 @@ struct Staging::State {
   void end(u64 number) { __atomic_store_n(&control->ended, number, __ATOMIC_RELEASE); }
   u64 ended() const { return __atomic_load_n(&control->ended, __ATOMIC_ACQUIRE); }
   void test_copies();
+  void test_streams();
   cudaEvent_t event();
   void give_back(cudaEvent_t used) {
     const std::lock_guard lock(mutex);
@@ -96,7 +103,9 @@ struct Staging::State {
   StagingControl *control = nullptr, *mapped = nullptr;
   std::byte* pinned = nullptr;
   u64 issued = 0;
+  std::atomic<u64> straight{0};
   bool closed = false;
+  bool apart = true;  // streams do not stand behind each other
   // Where calls go along rails; used while a call has its turn.
   DeviceCommunicator* near = nullptr;
   Communicator* rail = nullptr;
@@ -138,19 +147,41 @@ Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes +
       check_cuda(cudaEventCreateWithFlags(one, cudaEventDisableTiming), "cudaEventCreate");
   }
   test_copies();
+  test_streams();
 }
+
+// While one lives, a stream of its own waits in a kernel.
+class Staging::State::Held {
+ public:
+  explicit Held(State& state) : state_(state) {
+    check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    const u64 patience_ns = static_cast<u64>(2 * kTestSeconds * 1e9);
+    result_ = launch_staging_wait(state.mapped, ++state.issued, patience_ns, stream_);
+  }
+  ~Held() {
+    state_.end(state_.issued);
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  int result() const { return result_; }
+
+ private:
+  State& state_;
+  cudaStream_t stream_ = nullptr;
+  int result_ = cudaSuccess;
+};
 
 // A stream waits in a kernel; do copies in both directions go on meanwhile? All else rests on it.
 void Staging::State::test_copies() {
-  constexpr double kPatience = 20;
-  cudaStream_t held = nullptr;
   void* there = nullptr;
   check_cuda(cudaMalloc(&there, sizeof(u64)), "cudaMalloc");
-  check_cuda(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking), "cudaStreamCreate");
   const u64 word = 0x9e3779b97f4a7c15ULL;
   std::memcpy(slots[0].in, &word, sizeof word);
   std::memset(slots[0].out, 0, sizeof word);
-  int result = launch_staging_wait(mapped, ++issued, u64(2 * kPatience * 1e9), held);
+  auto held = std::make_unique<Held>(*this);
+  int result = held->result();
   cudaError_t done = cudaErrorNotReady;
   if (result == cudaSuccess)
     result = cudaMemcpyAsync(there, slots[0].in, sizeof word, cudaMemcpyHostToDevice, up);
@@ -161,14 +192,12 @@ void Staging::State::test_copies() {
   if (result == cudaSuccess) result = cudaEventRecord(slots[0].filled, down);
   const auto since = steady_clock::now();
   while (result == cudaSuccess && done == cudaErrorNotReady &&
-         steady_clock::now() - since < std::chrono::duration<double>(kPatience)) {
+         steady_clock::now() - since < std::chrono::duration<double>(kTestSeconds)) {
     done = cudaEventQuery(slots[0].filled);
     std::this_thread::sleep_for(kNap);
   }
   cudaGetLastError();
-  end(issued);
-  cudaStreamSynchronize(held);
-  cudaStreamDestroy(held);
+  held.reset();
   cudaFree(there);
   check_cuda(static_cast<cudaError_t>(result), "the self-test of staging");
   if (done == cudaErrorNotReady)
@@ -179,6 +208,42 @@ void Staging::State::test_copies() {
   check_cuda(done, "the self-test of staging");
   if (std::memcmp(slots[0].out, &word, sizeof word) != 0)
     throw Error(ErrorKind::system, "the self-test of staging read other bytes than it wrote");
+}
+
+// Has each of some more streams a queue of its own? With CUDA's 8 for all of a process, one of them
+// stands behind the stream that waits, and stays there.
+void Staging::State::test_streams() {
+  constexpr int kStreams = 16;
+  cudaStream_t streams[kStreams] = {};
+  void* there = nullptr;
+  check_cuda(cudaMalloc(&there, sizeof(u64)), "cudaMalloc");
+  check_cuda(cudaMemsetAsync(there, 0, sizeof(u64), down), "cudaMemsetAsync");  // loads it
+  check_cuda(cudaStreamSynchronize(down), "cudaStreamSynchronize");
+  for (cudaStream_t& one : streams)
+    check_cuda(cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking), "cudaStreamCreate");
+  auto held = std::make_unique<Held>(*this);
+  int result = held->result();
+  for (const cudaStream_t one : streams)
+    if (result == cudaSuccess) result = cudaMemsetAsync(there, 0, sizeof(u64), one);
+  const auto since = steady_clock::now();
+  int at = 0;
+  while (result == cudaSuccess && at < kStreams && steady_clock::now() - since < kStreamsTest) {
+    result = cudaStreamQuery(streams[at]);
+    if (result == cudaSuccess) ++at;
+    if (result == cudaErrorNotReady) {
+      result = cudaSuccess;
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  cudaGetLastError();
+  apart = at == kStreams;
+  held.reset();
+  for (const cudaStream_t one : streams) {
+    cudaStreamSynchronize(one);
+    cudaStreamDestroy(one);
+  }
+  cudaFree(there);
+  check_cuda(static_cast<cudaError_t>(result), "the self-test of streams");
 }
 
 cudaEvent_t Staging::State::event() {
@@ -285,13 +350,25 @@ class Staging::Turn final : public Communicator::Task {
                                         " gave up their part of a call within its node");
   }
 
-  // One of the calls on host memory that this one is made of.
-  void call_host(Communicator& comm, const Call& call) {
-    if (way_ != Way::rail) return comm.run_in_turn(call, options_);
+  // True if MPI takes the arrays as they are. `agree_on`: with all ranks of `on`, which then decide
+  // alike.
+  template <class AgreeOn>
+  bool goes_straight(Communicator& on, const AgreeOn& agree_on) {
+    if (!on.why_not_straight(call_, options_).empty()) return false;
+    // In place, blocks would come to where others still leave from.
+    return call_.collective != Collective::all_to_all || way_ == Way::rail ||
+           agree_on(call_.input == call_.output ? 1 : 0) == 0;
+  }
+
+  // One of the calls that this one is made of: on host memory, or straight.
+  void call_on(Communicator& comm, const Call& call, bool straight) {
+    Communicator::Options options = options_;
+    options.straight = straight;
+    if (way_ != Way::rail) return comm.run_in_turn(call, options);
     Communicator& rail = *state_->rail;
     rail.is_part_of(&comm);
     try {
-      rail.run_in_turn(call, options_);
+      rail.run_in_turn(call, options);
     } catch (const Error& e) {
       if (comm.broken()) throw;  // what all ranks were told, with their numbers
       std::string words = "among ranks";
@@ -405,7 +482,12 @@ void Staging::Turn::run_slices(Communicator& comm) {
     return;
   }
   const bool along_rail = way_ == Way::rail;  // which comes behind an agreement of its own
-  const Communicator& on = along_rail ? *s.rail : comm;
+  Communicator& on = along_rail ? *s.rail : comm;
+  if (goes_straight(on, agree_on)) {
+    call_on(comm, call_, true);
+    ++s.straight;
+    return;
+  }
   Cut cut(call_, on.rank(), on.size(), s.slot_bytes, along_rail);
   const bool uneven_pairs =
       !along_rail && call_.collective == Collective::all_to_all && call_.in.is_table();
@@ -429,7 +511,7 @@ void Staging::Turn::run_slices(Communicator& comm) {
     now.call.input = now.input_in_output ? slot.out + now.down[0].host * size_ : slot.in;
     now.call.output = slot.out;
     if (now.up.empty() && call_.collective == Collective::broadcast) now.call.output = slot.in;
-    call_host(comm, now.call);
+    call_on(comm, now.call, false);
     s.beat();
     if (i == 0 && now.input_in_output) copy_own_block(on.rank());
     empty(now, slot);
@@ -451,6 +533,29 @@ void Staging::join(DeviceCommunicator& near, Communicator& rail, std::vector<int
 }
 
 int Staging::rail_size() const { return static_cast<int>(state_->rail_ranks.size()); }
+
+std::string Staging::probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s) {
+  const OnDevice current(state_->device);
+  const State::Held held(*state_);
+  check_cuda(static_cast<cudaError_t>(held.result()), "launching a kernel");
+  return slots.probe(mpi, timeout_s);
+}
+
+std::shared_ptr<GpuSlots> Staging::make_slots(int nranks) {
+  return std::make_shared<GpuSlots>(state_->device, nranks, 2 * kSlots * state_->slot_bytes,
+                                    state_->down, state_->streams);
+}
+
+void Staging::go_straight(Communicator& comm, std::shared_ptr<MpiTransport> mpi,
+                          const std::shared_ptr<GpuSlots>& slots, std::uint64_t from) {
+  // The communicator may outlive this.
+  const std::weak_ptr<State> state = state_;
+  const auto moved = [state] {
+    if (const std::shared_ptr<State> s = state.lock()) s->beat();
+  };
+  comm.go_straight(std::move(mpi), GpuSlots::hands(slots, moved), from, slots->scratch_bytes(),
+                   GpuSlots::operands());
+}
 
 std::uintptr_t Staging::make_scratch(std::size_t bytes) {
   state_->scratch.reset();
@@ -505,6 +610,10 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
              "launching a kernel");
   check_cuda(cudaEventRecord(passed, stream), "cudaEventRecord");
 }
+
+bool Staging::streams_apart() const { return state_->apart; }
+
+std::uint64_t Staging::straight_calls() const { return state_->straight; }
 
 void Staging::check() { state_->check(); }
 

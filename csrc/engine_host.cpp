@@ -1,6 +1,5 @@
 #include "engine_host.hpp"
 
-#include <cstring>
 #include <map>
 #include <set>
 
@@ -13,6 +12,19 @@ Finish finish_of(const Piece& piece, const Call& call, int nranks) {
   Finish finish;
   if (piece.complete && call.op == Op::avg) finish.divisor = call.divides_by(nranks);
   return finish;
+}
+
+std::size_t message_bytes(const Layout& layout, const Piece* first, const Piece* last,
+                          std::uint64_t segment, std::size_t element) {
+  std::size_t total = 0;
+  for (const Piece* p = first; p != last; ++p) total += layout.length(p->chunk, segment) * element;
+  return total;
+}
+
+// Messages of one piece can leave from where it lies, and come to where it goes.
+template <class Port>
+bool is_bare(const Step& step, std::size_t bytes, const Port& port) {
+  return port.only_bare() || (step.npieces == 1 && bytes >= port.bare_min());
 }
 
 }  // namespace
@@ -60,14 +72,12 @@ HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, co
 void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
   call_ = &call;
   tag_ = tag;
-  reduce_ = reduces(call.collective)
-                ? reduce_fn({call.dtype, call.op == Op::avg ? Op::avg : call.op})
-                : nullptr;
-  if (scratch_.size() < plan.scratch_bytes_) scratch_.resize(plan.scratch_bytes_);
+  scratch_ = hands_->begin({call.dtype, call.op}, reduces(call.collective), plan.scratch_bytes_);
   for (auto& strand : plan.strands_) {
     strand.at = 0;
     strand.segment = strand.lane;
     strand.lent.clear();
+    strand.ticket = 0;
   }
   unfinished_ = plan.strands_.size();
   for (const auto& [port, messages] : plan.expected_) port->expect(messages);
@@ -86,7 +96,10 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
     }
     return Where{};
   };
-  while (unfinished_ > 0) waiter_.until([&] { return poll(plan); }, where);
+  while (unfinished_ > 0) {
+    waiter_.until([&] { return poll(plan); }, where);
+    hands_->moved();
+  }
   for (SendPort* port : plan.senders_) {
     waiter_.until(
         [&] {
@@ -124,8 +137,7 @@ std::byte* HostEngine::address(const HostPlan& plan, const HostPlan::Strand& str
       return call_->output +
              plan.layout_.output(piece.chunk, strand.segment).offset * plan.element_;
     case Space::scratch:
-      return const_cast<std::byte*>(scratch_.data()) + strand.scratch +
-             place.index * plan.cell_bytes_;
+      return scratch_ + strand.scratch + place.index * plan.cell_bytes_;
     case Space::none:
       break;
   }
@@ -158,8 +170,21 @@ bool HostEngine::writable(HostPlan::Strand& strand, const std::byte* p, std::siz
   return true;
 }
 
-// One step of a strand for its segment; false if data or a slot are missing yet.
+// One step of a strand for its segment; false if data, a slot or what was done to data are missing
+// yet.
 bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
+  if (strand.ticket == 0) {
+    if (!work(plan, strand)) return false;
+    strand.ticket = hands_->ticket();
+  }
+  if (strand.ticket != 0 && !hands_->done(strand.ticket)) return false;
+  strand.ticket = 0;
+  conclude(strand);
+  return true;
+}
+
+// What a step does to data, once its message is there and there is room for the next.
+bool HostEngine::work(HostPlan& plan, HostPlan::Strand& strand) {
   const HostPlan::BoundStep& bound = strand.steps[strand.at];
   const Step& step = *bound.step;
   const Piece* first = strand.program->pieces.data() + step.first_piece;
@@ -169,11 +194,9 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
 
   switch (step.kind) {
     case StepKind::send: {
-      std::size_t total = 0;
-      for (const Piece* p = first; p != last; ++p)
-        total += plan.layout_.length(p->chunk, s) * element;
-      const bool bare = step.npieces == 1 && total >= bound.to->bare_min();
-      if (bare) {
+      const std::size_t total = message_bytes(plan.layout_, first, last, s, element);
+      strand.bytes = total;
+      if (step.npieces == 1 && is_bare(step, total, *bound.to)) {
         const std::byte* from = address(plan, strand, *first, first->src);
         if (!bound.to->send_from(reinterpret_cast<const char*>(from), total)) return false;
         strand.lent.push_back({bound.to, bound.to->sent(), from, from + total});
@@ -184,23 +207,21 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
       std::size_t at = 0;
       for (const Piece* p = first; p != last; ++p) {
         const std::size_t bytes = plan.layout_.length(p->chunk, s) * element;
-        if (bytes != 0) std::memcpy(slot + at, address(plan, strand, *p, p->src), bytes);
+        if (bytes != 0) hands_->copy(slot + at, address(plan, strand, *p, p->src), bytes);
         at += bytes;
       }
-      bound.to->commit({static_cast<std::uint32_t>(total), 0, tag_});
       return true;
     }
 
     case StepKind::recv:
     case StepKind::recv_send: {
-      std::size_t total = 0;
-      for (const Piece* p = first; p != last; ++p)
-        total += plan.layout_.length(p->chunk, s) * element;
+      const std::size_t total = message_bytes(plan.layout_, first, last, s, element);
+      strand.bytes = total;
       Header header{static_cast<std::uint32_t>(total), 0, tag_};
       const char* message = nullptr;
-      if (step.npieces == 1 && total >= bound.from->bare_min()) {
+      if (is_bare(step, total, *bound.from)) {
         std::byte* kept = address(plan, strand, *first, first->dst);
-        if (step.kind == StepKind::recv && !first->reduce && kept != nullptr &&
+        if (step.kind == StepKind::recv && step.npieces == 1 && !first->reduce && kept != nullptr &&
             !bound.from->posted()) {
           if (!writable(strand, kept, total)) return false;
           bound.from->post_into(reinterpret_cast<char*>(kept), total);
@@ -235,19 +256,12 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
           const void* own = address(plan, strand, *p, p->src);
           const void* operands[2] = {own, message + at};
           if (p->incoming_first) std::swap(operands[0], operands[1]);
-          reduce_(outs, nouts, operands, 2, count, finish_of(*p, *call_, plan.nranks_));
+          hands_->reduce(outs, nouts, operands, 2, count, finish_of(*p, *call_, plan.nranks_));
         } else {
           for (int i = 0; i < nouts; ++i)
-            if (outs[i] != message + at) std::memcpy(outs[i], message + at, bytes);
+            if (outs[i] != message + at) hands_->copy(outs[i], message + at, bytes);
         }
         at += bytes;
-      }
-      bound.from->release();
-      if (slot != nullptr) {
-        if (step.npieces == 1 && total >= bound.to->bare_min())
-          bound.to->commit_bare(total);
-        else
-          bound.to->commit({static_cast<std::uint32_t>(total), 0, tag_});
       }
       return true;
     }
@@ -259,7 +273,7 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
         const std::size_t bytes = plan.layout_.length(p->chunk, s) * element;
         if (to == from || bytes == 0) continue;
         if (!writable(strand, to, bytes)) return false;
-        std::memcpy(to, from, bytes);
+        hands_->copy(to, from, bytes);
       }
       return true;
 
@@ -272,12 +286,24 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
         operands.push_back(address(plan, strand, *p, p->src));
       void* out = address(plan, strand, *first, first->dst);
       if (!writable(strand, static_cast<std::byte*>(out), count * element)) return false;
-      reduce_(&out, 1, operands.data(), step.npieces, count,
-              finish_of(*first, *call_, plan.nranks_));
+      hands_->reduce(&out, 1, operands.data(), step.npieces, count,
+                     finish_of(*first, *call_, plan.nranks_));
       return true;
     }
   }
   return true;
+}
+
+// Its message is used up, and the next one leaves.
+void HostEngine::conclude(const HostPlan::Strand& strand) {
+  const HostPlan::BoundStep& bound = strand.steps[strand.at];
+  const Step& step = *bound.step;
+  if (bound.from != nullptr) bound.from->release();
+  if (bound.to == nullptr) return;
+  if (!is_bare(step, strand.bytes, *bound.to))
+    bound.to->commit({static_cast<std::uint32_t>(strand.bytes), 0, tag_});
+  else if (step.kind == StepKind::recv_send || step.npieces > 1)
+    bound.to->commit_bare(strand.bytes);
 }
 
 }  // namespace collectives

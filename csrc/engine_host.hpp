@@ -4,14 +4,18 @@
 // cells. The engine polls the strands round robin; each runs its steps in order for its segments,
 // and goes as far as arrived data and free slots allow. Strands of a call are what overlaps: two
 // trees, or the up phase of one segment with the down phase of another.
+//
+// Arrays may be on a GPU where the transport sends from there and receives there: then its Hands
+// work on a stream, and a strand waits until they have.
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "hands.hpp"
 #include "layout.hpp"
 #include "plan.hpp"
-#include "reduce.hpp"
 #include "transport.hpp"
 #include "wait.hpp"
 
@@ -56,6 +60,8 @@ class HostPlan {
       const std::byte* end;
     };
     std::vector<Lent> lent;
+    std::size_t bytes = 0;     // of the message of the step at hand
+    std::uint64_t ticket = 0;  // of what that step asked for, and waits for
     std::size_t at = 0;
     std::uint64_t segment = 0;
   };
@@ -73,7 +79,8 @@ class HostPlan {
 
 class HostEngine {
  public:
-  explicit HostEngine(Waiter& waiter) : waiter_(waiter) {}
+  HostEngine(Waiter& waiter, std::unique_ptr<Hands> hands)
+      : waiter_(waiter), hands_(std::move(hands)) {}
 
   // Runs the call. `tag` identifies it in messages; a message with another tag is a protocol error.
   void run(HostPlan& plan, const Call& call, std::uint64_t tag);
@@ -81,6 +88,8 @@ class HostEngine {
  private:
   bool poll(HostPlan& plan);
   bool advance(HostPlan& plan, HostPlan::Strand& strand);
+  bool work(HostPlan& plan, HostPlan::Strand& strand);
+  void conclude(const HostPlan::Strand& strand);
   std::byte* address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece,
                      const Place& place) const;
   static bool writable(HostPlan::Strand& strand, const std::byte* p, std::size_t bytes);
@@ -88,9 +97,9 @@ class HostEngine {
                      std::uint64_t expected) const;
 
   Waiter& waiter_;
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<Hands> hands_;
+  std::byte* scratch_ = nullptr;
   const Call* call_ = nullptr;
-  ReduceFn reduce_ = nullptr;
   std::uint64_t tag_ = 0;
   std::size_t unfinished_ = 0;
 };

@@ -9,6 +9,9 @@
 //
 // Large calls go in slices through two slots: while a slice is on the network, the next one comes
 // from the device and the one before goes back to it.
+//
+// Where MPI takes pointers to memory of GPUs, larger calls need none of this: MPI sends from there
+// and receives there, and kernels combine (straight.hpp).
 #pragma once
 
 #include <cstddef>
@@ -18,6 +21,7 @@
 
 #include "communicator.hpp"
 #include "device.hpp"
+#include "straight.hpp"
 
 namespace collectives {
 
@@ -48,6 +52,19 @@ class Staging {
   int rail_size() const;
   // Memory on the GPU, until close() or the next one is made; its address. Of 0 bytes: none.
   std::uintptr_t make_scratch(std::size_t bytes);
+  // Memory for calls of `nranks` ranks that go straight, for a transport among them.
+  std::shared_ptr<GpuSlots> make_slots(int nranks);
+  // Why MPI does not take pointers to memory of this GPU while a kernel waits; "" if it does. All
+  // ranks of the transport at the same time.
+  std::string probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s);
+  // Makes calls of a communicator, all ranks' or the rail's, go straight from now on if they have
+  // `from` bytes or more.
+  void go_straight(Communicator& comm, std::shared_ptr<MpiTransport> mpi,
+                   const std::shared_ptr<GpuSlots>& slots, std::uint64_t from);
+  // Does nothing on one stream stand behind what waits on another?
+  bool streams_apart() const;
+  // Calls that have gone straight.
+  std::uint64_t straight_calls() const;
   // Throws what a call found.
   void check();
   // True when all calls so far have ended; throws as check() does.

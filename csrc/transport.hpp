@@ -32,6 +32,8 @@ class SendPort {
   // A *bare* message has no header; its sender and receiver both know that it comes. Messages of at
   // least this many bytes may be bare. A transport that must copy anyway has no use for it.
   virtual std::size_t bare_min() const { return ~std::size_t{0}; }
+  // True if all messages are bare: where slots are not memory of the host, which writes headers.
+  virtual bool only_bare() const { return false; }
   // Hands over the acquired slot as a bare message.
   virtual void commit_bare(std::size_t bytes) { (void)bytes; }
   // Sends a bare message from where it lies; false while the FIFO is full. The data must stay until
@@ -58,6 +60,7 @@ class RecvPort {
   virtual void release() = 0;
 
   virtual std::size_t bare_min() const { return ~std::size_t{0}; }
+  virtual bool only_bare() const { return false; }
   // Before the first peek at a bare message: receives it into the caller's memory, where
   // peek_bare() then finds it.
   virtual bool posted() const { return true; }

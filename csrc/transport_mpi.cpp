@@ -28,29 +28,50 @@ constexpr std::size_t kBareMin = 16 << 10;
 constexpr int tag_of(int channel) { return 1 + channel; }
 
 // The buffers of one port. A message starts 16 bytes before a multiple of 64, so that the payload
-// behind the header is aligned. Pages are touched as messages need them.
+// behind the header is aligned. Memory is taken when the first message needs it; of the host's,
+// pages are touched as messages do.
 class Slots {
  public:
-  Slots(std::size_t slot_bytes, int depth)
-      : stride_((slot_bytes + kFront + kPage - 1) / kPage * kPage),
-        memory_(static_cast<char*>(
-            std::aligned_alloc(kPage, stride_ * static_cast<std::size_t>(depth)))) {
-    if (memory_ == nullptr) throw std::bad_alloc();
+  Slots(std::size_t slot_bytes, int depth, SlotMemory* given)
+      : stride_(stride_of(slot_bytes, given != nullptr ? kGpuLine : kPage)),
+        depth_(static_cast<std::size_t>(depth)),
+        given_(given) {}
+  ~Slots() {
+    if (given_ == nullptr) std::free(memory_);
   }
-  ~Slots() { std::free(memory_); }
   Slots(const Slots&) = delete;
   Slots& operator=(const Slots&) = delete;
 
-  char* payload(std::uint64_t slot) const { return memory_ + slot * stride_ + kFront; }
-  char* message(std::uint64_t slot) const { return payload(slot) - sizeof(Header); }
+  static std::size_t stride_of(std::size_t slot_bytes, std::size_t unit) {
+    return (slot_bytes + kFront + unit - 1) / unit * unit;
+  }
+
+  char* payload(std::uint64_t slot) { return memory() + slot * stride_ + kFront; }
+  char* message(std::uint64_t slot) { return payload(slot) - sizeof(Header); }
   // MPI may still use the memory: never free it.
-  void abandon() { memory_ = nullptr; }
+  void abandon() {
+    if (given_ != nullptr && memory_ != nullptr) given_->abandon();
+    memory_ = nullptr;
+  }
+
+  static constexpr std::size_t kFront = 64;
+  static constexpr std::size_t kGpuLine = 256;
 
  private:
-  static constexpr std::size_t kFront = 64;
   static constexpr std::size_t kPage = 4096;
-  std::size_t stride_;
-  char* memory_;
+
+  char* memory() {
+    if (memory_ != nullptr) return memory_;
+    const std::size_t bytes = stride_ * depth_;
+    memory_ = given_ != nullptr ? given_->take(bytes)
+                                : static_cast<char*>(std::aligned_alloc(kPage, bytes));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    return memory_;
+  }
+
+  std::size_t stride_, depth_;
+  SlotMemory* given_;
+  char* memory_ = nullptr;
 };
 
 // Polls until true or until the deadline.
@@ -72,6 +93,7 @@ struct Wire {
   int channel;
   std::size_t slot_bytes;
   int depth;
+  SlotMemory* slots;  // of a GPU, or nullptr
 };
 
 [[noreturn]] void bad_message(const Wire& wire, ErrorKind kind, const std::string& what) {
@@ -86,7 +108,7 @@ class MpiTransport::Send final : public SendPort {
  public:
   explicit Send(const Wire& wire)
       : wire_(wire),
-        slots_(wire.slot_bytes, wire.depth),
+        slots_(wire.slot_bytes, wire.depth, wire.slots),
         requests_(static_cast<std::size_t>(wire.depth)) {}
 
   char* acquire(std::size_t bytes) override {
@@ -109,6 +131,7 @@ class MpiTransport::Send final : public SendPort {
   }
 
   std::size_t bare_min() const override { return kBareMin; }
+  bool only_bare() const override { return wire_.slots != nullptr; }
 
   void commit_bare(std::size_t bytes) override {
     const std::size_t slot = filled_ % requests_.size();
@@ -167,7 +190,7 @@ class MpiTransport::Send final : public SendPort {
 // message belongs. Senders go on meanwhile, as far as their FIFO reaches.
 class MpiTransport::Recv final : public RecvPort {
  public:
-  explicit Recv(const Wire& wire) : wire_(wire), slot_(wire.slot_bytes, 1) {}
+  explicit Recv(const Wire& wire) : wire_(wire), slot_(wire.slot_bytes, 1, wire.slots) {}
 
   void expect(std::uint64_t messages) override { announced_ += messages; }
 
@@ -189,6 +212,7 @@ class MpiTransport::Recv final : public RecvPort {
   }
 
   std::size_t bare_min() const override { return kBareMin; }
+  bool only_bare() const override { return wire_.slots != nullptr; }
   bool posted() const override { return state_ != State::idle; }
   void post_into(char* into, std::size_t bytes) override { post(into, bytes); }
 
@@ -320,8 +344,8 @@ SendPort& MpiTransport::send_port(int peer, int channel) {
   const std::lock_guard lock(ports_mutex_);
   std::unique_ptr<Send>& port = sends_[{peer, channel}];
   if (!port) {
-    port = std::make_unique<Send>(
-        Wire{mpi_.get(), comm_, peer, rank, channel, options_.slot_bytes, options_.depth});
+    port = std::make_unique<Send>(Wire{mpi_.get(), comm_, peer, rank, channel, options_.slot_bytes,
+                                       options_.depth, options_.slots.get()});
   }
   return *port;
 }
@@ -331,10 +355,15 @@ RecvPort& MpiTransport::recv_port(int peer, int channel) {
   const std::lock_guard lock(ports_mutex_);
   std::unique_ptr<Recv>& port = recvs_[{peer, channel}];
   if (!port) {
-    port = std::make_unique<Recv>(
-        Wire{mpi_.get(), comm_, peer, rank, channel, options_.slot_bytes, options_.depth});
+    port = std::make_unique<Recv>(Wire{mpi_.get(), comm_, peer, rank, channel, options_.slot_bytes,
+                                       options_.depth, options_.slots.get()});
   }
   return *port;
+}
+
+std::size_t MpiTransport::slot_that_fits(std::size_t bytes, int slots) {
+  const std::size_t each = bytes / static_cast<std::size_t>(slots) / Slots::kGpuLine;
+  return each < 2 ? 0 : each * Slots::kGpuLine - Slots::kFront;
 }
 
 std::size_t MpiTransport::scratch_bytes() const {

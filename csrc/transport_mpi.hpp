@@ -7,6 +7,9 @@
 // stays posted between calls. No call here blocks: MPI_Isend, MPI_Irecv, MPI_Test and MPI_Iprobe
 // only.
 //
+// With memory of a GPU for slots, and an MPI that takes pointers to it, arrays may be there: all
+// messages are bare then.
+//
 // Memory: depth + 1 slots a pair and channel, touched as used. Cost a message: one MPI message.
 // Limits: all ranks use the same slot_bytes (Open MPI 5 writes a longer message past the end of the
 // receive instead of cutting it off) and the same depth; channels 0 .. max_channel.
@@ -27,11 +30,22 @@
 
 namespace collectives {
 
+// Where a transport's slots are, if not in memory of its own. Outlives the slots.
+class SlotMemory {
+ public:
+  virtual ~SlotMemory() = default;
+  // Never given back. Throws Error(system) if there is none left.
+  virtual char* take(std::size_t bytes) = 0;
+  // MPI may still use what was taken: it is never freed.
+  virtual void abandon() = 0;
+};
+
 struct MpiTransportOptions {
   std::size_t slot_bytes = 256 << 10;
   int depth = 4;
-  std::vector<int> mpi_ranks;  // peer index -> rank in the communicator; empty: the same
-  double timeout_s = 300;      // for the ranks to meet in the constructor
+  std::vector<int> mpi_ranks;         // peer index -> rank in the communicator; empty: the same
+  double timeout_s = 300;             // for the ranks to meet in the constructor
+  std::shared_ptr<SlotMemory> slots;  // of a GPU, if arrays are there
 };
 
 class MpiTransport final : public Transport {
@@ -67,6 +81,8 @@ class MpiTransport final : public Transport {
   // that may call MPI.
   bool poisoned(std::string* text = nullptr, int* peer = nullptr);
 
+  // Bytes of a slot, if so many are to lie in memory of a GPU of `bytes`; 0 if they cannot.
+  static std::size_t slot_that_fits(std::size_t bytes, int slots);
   // Bytes of slots that ports hold now.
   std::size_t scratch_bytes() const;
 

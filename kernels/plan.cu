@@ -303,10 +303,50 @@ __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant
   finish_call(call.world, entry.epoch);
 }
 
+// Each block combines a piece of what a rank has: see csrc/cuda_straight.cpp. It is here because
+// the functions that combine are, which take long to compile.
+constexpr u64 kCombinedByBlock = 64 << 10;
+constexpr u64 kMostCombiningBlocks = 128;
+
+__global__ void __launch_bounds__(kThreads, 2)
+    combine_kernel(const __grid_constant__ CombineCall call) {
+  __shared__ Job job;
+  if (threadIdx.x == 0) {
+    const u64 packs = (call.bytes + 15) / 16;
+    const u64 each = (packs + gridDim.x - 1) / gridDim.x * 16;
+    const u64 begin = min(call.bytes, blockIdx.x * each), end = min(call.bytes, begin + each);
+    job.nsrc = call.nsrc;
+    job.ndst = call.ndst;
+    for (int i = 0; i < call.nsrc; ++i) job.src[i] = call.src[i] + begin;
+    for (int i = 0; i < call.ndst; ++i) job.dst[i] = call.dst[i] + begin;
+    job.bytes = end - begin;
+    job.scaled = 0;
+    job.divisor = call.arithmetic.divisor;
+  }
+  __syncthreads();
+  if (job.nsrc == 1 && job.divisor == 1) {
+    copy_job(job);
+  } else {
+    reduce_job_of(call.arithmetic.reducer)(job, call.arithmetic);
+  }
+}
+
 }  // namespace
+
+int launch_combine(const CombineCall& call, void* stream) {
+  const u64 wanted = (call.bytes + kCombinedByBlock - 1) / kCombinedByBlock;
+  const int blocks =
+      static_cast<int>(wanted < kMostCombiningBlocks ? wanted : kMostCombiningBlocks);
+  return launch(combine_kernel, {blocks, kThreads}, stream, call);
+}
 
 int launch_plan(const PlanCall& call, int blocks, void* stream) {
   return launch(plan_kernel, {blocks, kThreads}, stream, call);
+}
+
+int load_combine() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, combine_kernel);
 }
 
 int plan_residency(int* blocks) { return residency_of<PlanCall>({plan_kernel}, blocks); }

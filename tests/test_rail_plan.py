@@ -25,6 +25,8 @@ from collectives.tuning.explain import explain
 from collectives.tuning.rails import (
     NEAR,
     RAILS_FROM,
+    Between,
+    Straight,
     parts_of,
     why_not_placed,
     why_staged,
@@ -224,6 +226,27 @@ def test_explain_says_how_arrays_on_gpus_go(
     settings = Settings({"COLLECTIVES_ALGORITHM": rules})
     tuner = Tuner(nodes, one_region=False, rules=settings.algorithm)
     told = explain("all_reduce", nbytes, nodes, one_region=False, tuner=tuner)
+    (line,) = [line for line in told.splitlines() if line.startswith("on GPUs")]
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("straight", "nbytes", "words"),
+    [
+        (None, 1 << 20, "through memory of the host, or straight to an MPI that is CUDA-aware"),
+        (Straight(""), 1 << 20, "by MPI, out of memory of the GPUs and into it"),
+        (Straight(""), 1000, "(calls below 32 KiB take less time so)"),
+        (Straight("", 0), 1000, "by MPI, out of memory of the GPUs and into it"),
+        (Straight("of this"), 1 << 20, "through memory of the host (of this)"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1]], ids=str)
+def test_explain_says_whether_mpi_takes_arrays_on_gpus(
+    nodes: list[int], straight: Straight | None, nbytes: int, words: str
+) -> None:
+    tuner = Tuner(nodes, one_region=False)
+    between = None if straight is None else Between("", straight)
+    told = explain("all_reduce", nbytes, nodes, one_region=False, tuner=tuner, between=between)
     (line,) = [line for line in told.splitlines() if line.startswith("on GPUs")]
     assert words in line
 

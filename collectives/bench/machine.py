@@ -136,7 +136,10 @@ def mpi(comm: Communicator) -> dict[str, str]:
     if package_version("mpi4py") is None:
         return {"missing": "mpi4py is not installed (pip install collectives[mpi])"}
     hidden = ("COLLECTIVES_", "OMPI_", "PMIX_", "PMI_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    kept = "OMPI_ALLOW_RUN_AS_ROOT"  # without which root's processes do not start alone, either
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(hidden) or k.startswith(kept)
+    }
     # A process that is alone has no peers; else Open MPI leaves a segment of 16 MiB in /dev/shm.
     environment["OMPI_MCA_btl"] = "self"
     try:

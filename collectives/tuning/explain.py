@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..schedule import algorithms, schedule
 from . import ANY_SIZE, Tuner, model
 from .device import WAYS, device_algorithm
-from .rails import NEAR, parts_of, why_not_placed, why_staged
+from .rails import NEAR, Between, parts_of, why_not_placed, why_staged
 
 
 class Candidate(NamedTuple):
@@ -95,7 +95,7 @@ def explain(
     cores: int | None = None,
     dtype: str | None = None,
     measured: Mapping[str, float] | None = None,
-    no_rails: str = "",
+    between: Between | None = None,
 ) -> str:
     """What would run for a call of `nbytes`, why, and what it and the others are expected to take.
 
@@ -107,7 +107,7 @@ def explain(
     cores       that the ranks of a node share; None: each has one of its own
     dtype       of the elements, to be named
     measured    seconds by algorithm, to be shown beside; otherwise those of the measured table
-    no_rails    why arrays on GPUs do not go along rails, where that is known
+    between     how arrays on GPUs go between nodes, where that is known
     """
     n = len(nodes)
     if collective == "barrier":
@@ -143,7 +143,7 @@ def explain(
     lines.append(f"costs    {_cost(mine)}")
     lines.append(f"by size  {_table(tuner, collective)}")
     if len(set(nodes)) > 1:
-        lines.append(f"on GPUs  {_on_gpus(collective, nbytes, nodes, tuner, no_rails)}")
+        lines.append(f"on GPUs  {_on_gpus(collective, nbytes, nodes, tuner, between)}")
     lines += ["", *_ranking(found, choice, measured is not None)]
     fastest = found[0]
     known = fastest.measured if measured else fastest.predicted
@@ -159,14 +159,16 @@ def explain(
 
 
 def _on_gpus(
-    collective: str, nbytes: int, nodes: Sequence[int], tuner: Tuner, no_rails: str
+    collective: str, nbytes: int, nodes: Sequence[int], tuner: Tuner, between: Between | None
 ) -> str:
     """How a call on arrays on GPUs goes between nodes."""
+    no_rails = between.why_no_rails if between is not None else ""
+    through = _through(nbytes, between)
     rule = tuner.rule(collective, nbytes)
     asked = rule.algorithm if rule is not None else None
     why = no_rails or why_not_placed(nodes) or why_staged(collective, nbytes, asked, None)
     if why:
-        return f"whole arrays through memory of the host, by the same algorithm: {why}"
+        return f"whole arrays {through}, by the same algorithm: {why}"
     parts = parts_of(asked or "hierarchical")
     assert parts is not None, "all others are staged"
     nnodes = len(set(nodes))
@@ -175,10 +177,17 @@ def _on_gpus(
     rail = parts.rail or Tuner(list(range(nnodes)), one_region=False).choose(
         collective, min(nbytes // size, DEFAULT_STAGING)
     )
-    return (
-        f"along rails: {near} from GPU to GPU within nodes, {rail} between them through memory of "
-        "the host"
-    )
+    return f"along rails: {near} from GPU to GPU within nodes, {rail} between them {through}"
+
+
+def _through(nbytes: int, between: Between | None) -> str:
+    if between is None:
+        return "through memory of the host, or straight to an MPI that is CUDA-aware"
+    straight = between.straight
+    if not straight.why_not and nbytes >= straight.from_bytes:
+        return "by MPI, out of memory of the GPUs and into it"
+    why = straight.why_not or f"calls below {_size(straight.from_bytes)} take less time so"
+    return f"through memory of the host ({why})"
 
 
 def _ranking(found: Sequence[Candidate], choice: str, with_measured: bool) -> list[str]:

@@ -25,6 +25,29 @@ NEAR = {
 # host and back take about 10.)
 RAILS_FROM = 128 << 10
 
+# Calls of this many bytes and more are made on arrays on GPUs as they are, where MPI takes pointers
+# to them.
+STRAIGHT_FROM = 32 << 10
+
+
+class Straight(NamedTuple):
+    """Whether MPI is given pointers to memory of GPUs.
+
+    why_not     in words; "" if it is
+    from_bytes  of the calls that go so
+    """
+
+    why_not: str
+    from_bytes: int = STRAIGHT_FROM
+
+
+class Between(NamedTuple):
+    """How device arrays go between the nodes of some ranks."""
+
+    why_no_rails: str
+    straight: Straight
+
+
 # A call's windows: while one is on the network, the next is combined within the nodes. A window is
 # a staged call of its own, whose first and last slices have nothing to overlap with: so few
 # windows, of a slot at least, and of four at most, for which scratch memory is there.

@@ -309,7 +309,8 @@ PYBIND11_MODULE(mpi_module, m) {
                        std::vector<int> ranks, double timeout_s) {
              py::gil_scoped_release release;
              return std::make_shared<MpiTransport>(
-                 mpi, comm, MpiTransportOptions{slot_bytes, depth, std::move(ranks), timeout_s});
+                 mpi, comm,
+                 MpiTransportOptions{slot_bytes, depth, std::move(ranks), timeout_s, nullptr});
            }),
            py::arg("mpi"), py::arg("comm"),
            py::arg("slot_bytes") = MpiTransportOptions{}.slot_bytes,

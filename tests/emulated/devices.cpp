@@ -29,6 +29,10 @@ int devices() {
   static const int n = setting("EMULATED_GPUS", 2);
   return n;
 }
+int connections() {
+  static const int n = setting("EMULATED_CONNECTIONS", 0);
+  return n;
+}
 // Of a device: "8 3" has 8 for the first and 3 for all others.
 int processors(int device) {
   static const auto all = [] {

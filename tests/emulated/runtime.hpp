@@ -10,6 +10,8 @@ namespace emulated {
 // ---- devices ----
 
 int devices();
+// Queues that the streams of a process share; 0: each has its own.
+int connections();
 int processors(int device);
 inline thread_local int current_device = 0;
 inline thread_local cudaError_t last_error = cudaSuccess;

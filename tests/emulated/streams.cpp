@@ -1,4 +1,5 @@
 // The emulated CUDA runtime's streams, events and graphs, and the launch of kernels there.
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -128,9 +129,12 @@ struct EmulatedGraph {
 };
 
 struct EmulatedStream {
+  inline static std::atomic<int> made{0};
+
   explicit EmulatedStream(int device) : device(device) {}
 
   void put(Work work) {
+    if (emulated::connections() > 0) work = behind_connection(std::move(work));
     const std::lock_guard lock(mutex);
     queue.push_back(std::move(work));
     ++submitted;
@@ -144,10 +148,30 @@ struct EmulatedStream {
     changed.wait(lock, [&] { return finished >= until; });
   }
 
+  bool idle() {
+    const std::lock_guard lock(mutex);
+    return finished == submitted;
+  }
+
   const int device;
+  const int number = made.fetch_add(1);    // of all streams
   std::shared_ptr<EmulatedGraph> capture;  // while one goes on
 
  private:
+  // What was put on any stream of this one's connection before comes first.
+  Work behind_connection(Work work) {
+    static std::mutex all;
+    static auto* const last = new std::map<int, std::shared_ptr<Completion>>;
+    const std::lock_guard lock(all);
+    std::shared_ptr<Completion>& here = (*last)[number % emulated::connections()];
+    const auto before = std::exchange(here, std::make_shared<Completion>());
+    return [before, mine = here, work = std::move(work)] {
+      if (before != nullptr) before->wait();
+      work();
+      mine->finish();
+    };
+  }
+
   void serve() {
     std::unique_lock lock(mutex);
     while (!queue.empty()) {
@@ -271,6 +295,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (stream_of(stream)->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
   stream_of(stream)->wait_all();
   return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (stream_of(stream)->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  return stream_of(stream)->idle() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new EmulatedEvent{current_device, nullptr, nullptr};

@@ -280,8 +280,11 @@ def main() -> None:
         "rails": rails,
     }
     done = parts[what](proxy)
+    engine: Any = comm._device
+    straight = engine.core.straight_calls
+    assert (straight > 0) == (not engine.straight.why_not), engine.straight
     comm.close()
-    os.write(1, f"rank {comm.rank}: all right, {done} cases\n".encode())
+    os.write(1, f"rank {comm.rank}: all right, {done} cases, {straight} straight\n".encode())
 
 
 main()

@@ -169,6 +169,53 @@ def test_gathered(what: str) -> None:
     run_on(3, [0], body, timeout=20)
 
 
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast(root: int) -> None:
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        for turn in range(3):
+            values = np.full(500, 10 * turn + comm.rank, np.float32)
+            x = at(comm, 4096 * turn, values)
+            if turn:
+                assert by_the_short_way(comm, x, None, ("broadcast", root))
+                assert not by_the_short_way(comm, x, None, ("broadcast", 1))
+            else:
+                comm.comm.barrier()
+                with comm.stream:
+                    assert comm.comm.broadcast(x, root) is x
+                comm.finish()
+            assert (back(comm, x) == 10 * turn + root).all()
+        with pytest.raises(ValueError, match="root 3"), comm.stream:
+            comm.comm.broadcast(x, 3)
+
+    run_on(3, [0], body, timeout=20)
+
+
+def test_all_to_all() -> None:
+    """Apart and in place, which are different calls; what has another first axis is looked at."""
+
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        rank = comm.rank
+        wanted = np.repeat(np.arange(3) * 3 + rank, 40).astype(np.float32)
+        for turn in range(4):
+            x = at(comm, 4096 * turn, np.repeat(rank * 3 + np.arange(3), 40).astype(np.float32))
+            out = x if turn % 2 else at(comm, 32768, np.zeros(120, np.float32))
+            if turn >= 2:
+                assert by_the_short_way(comm, x, out, ("all_to_all", x.shape, x is out))
+            else:
+                comm.comm.barrier()
+                with comm.stream:
+                    assert comm.comm.all_to_all(x, out=out) is out
+                comm.finish()
+            assert (back(comm, out) == wanted).all()
+        odd = at(comm, 4096, np.zeros((4, 30), np.float32))
+        with pytest.raises(cc.ArrayError, match="first axis"), comm.stream:
+            comm.comm.all_to_all(odd, out=at(comm, 8192, np.zeros((4, 30), np.float32)))
+
+    run_on(3, [0], body, timeout=20)
+
+
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_calls, "_MOST", 3)
 

@@ -155,7 +155,9 @@ def test_other_placements_are_staged_whole(nodes: list[int]) -> None:
         for algorithm in (None, TWO_SHOT):
             check_is_staged(comm, algorithm)
         engine: Any = comm.comm._device
-        assert engine.why_no_rails in comm.comm.explain("all_reduce", nbytes=1 << 20)
+        told = comm.comm.explain("all_reduce", nbytes=1 << 20)
+        assert engine.why_no_rails in told
+        assert "through memory of the host (the ranks met through threads, not MPI)" in told
         return str(engine.why_no_rails)
 
     (why,) = set(run_on(len(nodes), DEVICES, body, nodes=nodes, timeout=20))
@@ -164,6 +166,16 @@ def test_other_placements_are_staged_whole(nodes: list[int]) -> None:
         if nodes == [0, 1]
         else "the nodes have different numbers of ranks"
     )
+
+
+def test_pointers_for_mpi_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVES_GPU_MPI", "on")
+
+    def body(comm: OnDevice) -> None:
+        check(comm, Case("all_reduce", None, count=100, place="in"))
+
+    with pytest.raises(cc.UnsupportedError, match=r"COLLECTIVES_GPU_MPI=on.* not MPI"):
+        run_on(2, DEVICES, body, nodes=[0, 1], timeout=20)
 
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ Open MPI.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import launch
@@ -21,9 +24,18 @@ BENCHMARK = Path(__file__).parents[2] / "bench" / "nodes_gpu.py"
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
-def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> launch.Result:
+def ranks(
+    what: str,
+    nodes: str,
+    staging: str = "1M",
+    timeout: float = 110,
+    straight: str = "off",
+    **more: str,
+) -> launch.Result:
+    """`straight`: COLLECTIVES_GPU_MPI. To the emulated runtime, whose GPUs' memory is the host's,
+    every MPI is CUDA-aware. `more`: variables of the environment.
+    """
     n = nodes.count(",") + 1
-    more = {}
     if not EMULATED and n > GPUS:
         # Processes that share a GPU take turns there, of milliseconds, and each wait of a slice for
         # another rank takes such turns: few cases then, in few slices.
@@ -40,6 +52,7 @@ def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> l
         env={
             "PYTHONPATH": path,
             "COLLECTIVES_STAGING": staging,
+            "COLLECTIVES_GPU_MPI": straight,
             # Seconds until mpirun kills the others when a rank has died; of Open MPI 5 and 4.
             "PRTE_MCA_odls_base_sigkill_timeout": "40",
             "OMPI_MCA_odls_base_sigkill_timeout": "40",
@@ -51,9 +64,34 @@ def ranks(what: str, nodes: str, staging: str = "1M", timeout: float = 110) -> l
 
 def all_right(result: launch.Result, n: int) -> int:
     """How many cases a rank has checked."""
-    found = re.findall(r"^rank (\d): all right, (\S+) cases$", result.output, re.MULTILINE)
+    told = r"^rank (\d): all right, (\S+) cases, \d+ straight$"
+    found = re.findall(told, result.output, re.MULTILINE)
     assert sorted(rank for rank, _ in found) == [str(r) for r in range(n)], result
     return 0 if found[0][1] == "None" else int(found[0][1])
+
+
+def went_straight(result: launch.Result) -> int:
+    """Calls of rank 0 whose arrays MPI was given as they are."""
+    found = re.search(r"^rank 0: .* (\d+) straight$", result.output, re.MULTILINE)
+    assert found is not None, result
+    return int(found[1])
+
+
+ASKS = "from mpi4py import MPI; from collectives import _core; print(_core.loaded_mpi()['cuda'])"
+
+
+@functools.cache
+def cuda_aware() -> str:
+    """What the MPI library says of itself: "yes", "no" or "does not tell"."""
+    asked = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, timeout=60)
+    return asked.stdout.strip()
+
+
+@pytest.fixture
+def takes_pointers() -> None:
+    """Skips where MPI cannot be given pointers to memory of GPUs."""
+    if not EMULATED and cuda_aware() != "yes":
+        pytest.skip(f"is this MPI CUDA-aware? It says: {cuda_aware()}")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +116,27 @@ def test_slices_of_less_than_a_slot() -> None:
     all_right(ranks("large", "0,1", "8M").expect(status=0), 2)
 
 
+@pytest.mark.usefixtures("takes_pointers")
+@pytest.mark.parametrize(
+    ("what", "nodes", "staging"),
+    [
+        ("cases", "0,1", "64K"),  # messages of 1.5 KiB
+        ("cases", "0,0,0,1", "8M"),  # of 1 MiB at most; within a node by MPI, too
+        ("rails", "0,1,0,1", "1M"),
+        ("large", "0,1", "8M"),
+        ("order", "0,1,1", "1M"),
+    ],
+)
+def test_mpi_takes_the_arrays_as_they_are(what: str, nodes: str, staging: str) -> None:
+    """All that is staged elsewhere, straight; of cases all but barriers and premul_sum. A kernel
+    that CUDA loads at its first use would wait for those that wait for it.
+    """
+    lazy = {"CUDA_MODULE_LOADING": "LAZY"}
+    result = ranks(what, nodes, staging, straight="on", **lazy).expect(status=0)
+    done = all_right(result, nodes.count(",") + 1)
+    assert went_straight(result) >= max(1, done * 3 // 4), result
+
+
 @pytest.mark.parametrize("staging", ["4K", "1M"])
 def test_streams_order_calls_and_the_host_waits_for_nothing(staging: str) -> None:
     all_right(ranks("order", "0,1,1", staging).expect(status=0), 3)
@@ -87,13 +146,33 @@ def test_errors_in_words_and_a_mismatch_writes_nothing() -> None:
     all_right(ranks("errors", "0,1", "4K").expect(status=0), 2)
 
 
+@pytest.mark.skipif(not EMULATED, reason="the environment of a real GPU's ranks is left alone")
+def test_mpi_is_not_given_the_arrays_where_streams_share_queues() -> None:
+    """What MPI copies on a stream of its own could stand behind a kernel that waits for it."""
+    got = ranks("large", "0,1", straight="on", EMULATED_CONNECTIONS="8").expect(status=1)
+    assert "UnsupportedError" in got.output, got
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32 before anything uses CUDA" in got.output, got
+
+
+@pytest.mark.usefixtures("takes_pointers")
+def test_a_mismatch_writes_nothing_where_mpi_takes_the_arrays() -> None:
+    all_right(ranks("errors", "0,1", "1M", straight="on").expect(status=0), 2)
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize(("what", "nodes"), [("death", "0,1,1"), ("death within", "0,0,1,1")])
-def test_survivors_of_a_death(what: str, nodes: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "nodes", "straight"),
+    [("death", "0,1,1", "off"), ("death within", "0,0,1,1", "off"), ("death", "0,1,1", "on")],
+)
+def test_survivors_of_a_death(
+    what: str, nodes: str, straight: str, request: pytest.FixtureRequest
+) -> None:
     """Ranks of its node see that it died, and tell those of other nodes, long before a deadline:
     before a call, or while its rail waits for it.
     """
-    got = ranks(what, nodes, "4K")
+    if straight == "on":
+        request.getfixturevalue("takes_pointers")
+    got = ranks(what, nodes, "1M" if straight == "on" else "4K", straight=straight)
     last = nodes.count(",")
     lines = re.findall(r"^rank (\d): (\w+) after (\d+\.\d) s: (.*)$", got.output, re.MULTILINE)
     assert sorted(line[0] for line in lines) == [str(r) for r in range(last)], got
