@@ -190,8 +190,10 @@ class Bench:
                 "(COLLECTIVES_NODE)"
             )
         variable = "COLLECTIVES_GPU_MPI"
+        if straight:
+            os.environ[variable] = "off"
         self.staged = {"gpu": self.comm}
-        self._set_up(self.comm, variable, "off" if straight else os.environ.get(variable, ""))
+        self._set_up(self.comm, variable, os.environ.get(variable, ""))
         twins = [(f"gpu {size}", "COLLECTIVES_STAGING", size) for size in staging]
         twins += [("straight", variable, "on")] if straight else []
         for name, variable, value in twins:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from . import _core, hardware
-from .bootstrap import Bootstrap, Mpi, host_key, host_parts, node_key, why_apart
+from .bootstrap import Bootstrap, Mpi, ask, host_key, host_parts, node_key, why_apart
 from .bootstrap.groups import name_ranks
 from .bootstrap.mailboxes import Mailboxes
 from .config import Settings
@@ -105,8 +104,7 @@ def connect(
     )
     alike = tables.hardware_of(infos)
     layouts, refused = _measured_layouts(settings, alike) if rank == 0 else ({}, "")
-    mine = json.dumps([failure, pull, layouts, refused])
-    verdicts = [json.loads(b) for b in bootstrap.all_gather(mine.encode())]
+    verdicts = ask(bootstrap, [failure, pull, layouts, refused])
     words = "; ".join(f"rank {r}: {v[0]}" for r, v in enumerate(verdicts) if v[0])
     layouts, refused = verdicts[0][2:]
     if refused:
@@ -210,7 +208,7 @@ def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]
         "probe": _core.pull_probe(),
         "cpus": sorted(os.sched_getaffinity(0)),
     }
-    return [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
+    return ask(bootstrap, mine)
 
 
 def _apart(rank: int, infos: list[dict[str, Any]]) -> str:

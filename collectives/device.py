@@ -7,7 +7,6 @@ the host waits for nothing. What goes wrong in a kernel raises at the next call,
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import time
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from . import array as _array
 from .array import LEGACY_STREAM
-from .bootstrap import Bootstrap, host_key
+from .bootstrap import Bootstrap, ask, host_key
 from .device_memory import DeviceMemory, NoSymmetricMemory
 from .errors import (
     AbortedError,
@@ -243,8 +242,7 @@ class DeviceEngine:
 
     def _ask(self, what: str, why: str, **more: Any) -> tuple[list[dict[str, Any]], str]:
         """What all ranks say, and in words, which of them say why they cannot go on."""
-        mine = json.dumps({"why": why, **more}).encode()
-        answers = [json.loads(b) for b in self._bootstrap.all_gather(mine)]
+        answers = ask(self._bootstrap, {"why": why, **more})
         words = "; ".join(f"rank {r} {what}: {a['why']}" for r, a in enumerate(answers) if a["why"])
         return answers, words
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from .array import gpu_facts
-from .bootstrap import host_key
+from .bootstrap import ask, host_key
 from .config import Rule
 from .errors import ConfigError
 from .tuning import tables
@@ -33,9 +32,7 @@ def gpus_of(bootstrap: Bootstrap, ordinal: int) -> Gpus:
     """What the ranks say of their GPUs. Collective; `ordinal` is this rank's."""
     facts = gpu_facts(ordinal)
     place = f"{host_key()} {facts.bus or f'{os.getpid()} {ordinal}'}"
-    answers = [
-        json.loads(b) for b in bootstrap.all_gather(json.dumps([facts.name, place]).encode())
-    ]
+    answers = ask(bootstrap, [facts.name, place])
     return Gpus([name for name, _ in answers], len({place for _, place in answers}) < len(answers))
 
 

@@ -73,8 +73,10 @@ class KnownCalls:
         if known is None:
             return key
         gap = target - pointer
-        if gap != known.gap and -known.nbytes[1] < gap < known.nbytes[0]:
-            return key
+        if gap != known.gap and (
+            -known.nbytes[1] < gap < known.nbytes[0] or known.gap == 0 < known.nbytes[0]
+        ):
+            return key  # overlaps otherwise, or no longer does: in place may be another algorithm
         arguments = (*known.before, pointer, target, *known.behind)
         engine.run_known(known.options, handle, arguments)
         if writes:

@@ -44,7 +44,7 @@ class Movements(Calls):
         x  any shape; count and dtype equal on all ranks
         """
         key = None
-        if algorithm is None and not async_op:
+        if algorithm is None and not async_op and type(root) is int:
             key = self._again(x, None, stream, "broadcast", root, writes=self.rank != root)
             if key == ():
                 return x

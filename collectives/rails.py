@@ -13,21 +13,20 @@ node.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from . import _core
-from .bootstrap import Bootstrap, host_key
+from .bootstrap import Bootstrap, ask, host_key
 from .device import DeviceEngine
 from .device_memory import NoSymmetricMemory
 from .errors import AbortedError, CollectiveError, DeadlineError, MismatchError, PeerDiedError
 from .rail_plan import Part, Place, Whole, Window, place_of, scratch_bytes, windows
 from .schedule import is_written, schedule
-from .straight import go_straight
+from .straight import End
 from .tuning.device import device_algorithm
-from .tuning.rails import NEAR, Parts, Straight, why_not_placed
+from .tuning.rails import NEAR, Parts, why_not_placed
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
@@ -72,7 +71,7 @@ def make_rails(given: Given, nodes: Sequence[int], part: MakePart) -> tuple[Rail
     bootstrap = given.bootstrap
     mine = [host_key(), os.getpid(), given.device]
     about = {"where": mine, "bound": given.max_blocks, "path": given.path}
-    infos = _ask(bootstrap, about)
+    infos = ask(bootstrap, about)
     if any(info["path"] == "host" for info in infos):
         return None, "COLLECTIVES_GPU_PATH=host keeps GPUs from reaching each other"
     bound = min((info["bound"] for info in infos if info["bound"]), default=0)
@@ -104,7 +103,7 @@ def make_rails(given: Given, nodes: Sequence[int], part: MakePart) -> tuple[Rail
     for node in turns:
         if node == place.node:
             make()
-        _ask(bootstrap, {})
+        ask(bootstrap, {})
     if near is not None:
         near_comm._device = near
         near.memory = NoSymmetricMemory()  # in no cycle: it is freed where this is dropped
@@ -112,7 +111,7 @@ def make_rails(given: Given, nodes: Sequence[int], part: MakePart) -> tuple[Rail
             room = given.staging.make_scratch(scratch_bytes(given.slot_bytes, bootstrap.size))
         except CollectiveError as error:
             why = str(error)
-    answers = _ask(bootstrap, {"why": why})
+    answers = ask(bootstrap, {"why": why})
     why = "; ".join(f"rank {r}: {a['why']}" for r, a in enumerate(answers) if a["why"])
     if near is None or why:
         near_comm.close()
@@ -121,10 +120,6 @@ def make_rails(given: Given, nodes: Sequence[int], part: MakePart) -> tuple[Rail
         return None, f"the GPUs of a node do not reach each other ({why})"
     given.staging.join(near.core, rail_comm._core, place.rail)
     return Rails(given, place, near, (near_comm, rail_comm), room), ""
-
-
-def _ask(bootstrap: Bootstrap, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]
 
 
 class Rails:
@@ -215,12 +210,10 @@ class Rails:
             combine(before[0].after)
         self._last = stream, self._side.mark(stream)
 
-    def go_straight(self, wanted: str) -> Straight:
-        """As `straight.go_straight`, for what goes along this rank's rail; alike on all ranks."""
-        rail = self._rail_comm
-        found = go_straight(rail._bootstrap, rail._core, self._given.staging, wanted)
-        answers = _ask(self._given.bootstrap, {"why": found.why_not})
-        return next((Straight(a["why"]) for a in answers if a["why"]), found)
+    @property
+    def end(self) -> End:
+        """This rank's end of its rail."""
+        return End(self._rail_comm._bootstrap, self._rail_comm._core)
 
     @property
     def near_size(self) -> int:

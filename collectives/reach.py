@@ -4,12 +4,11 @@ tried, since containers, users and security modules may still keep processes apa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from . import _core
-from .bootstrap import Bootstrap
+from .bootstrap import Bootstrap, ask
 from .errors import CollectiveError
 
 # The smallest region there is: a page or so.
@@ -50,7 +49,7 @@ def try_sharing(bootstrap: Bootstrap, keys: Sequence[Hashable]) -> Sharing:
             _core.open_region(handles[other], 1, **_PROBE)
         except CollectiveError as error:
             failures[other] = str(error)
-    reports = [json.loads(b) for b in bootstrap.all_gather(json.dumps(failures).encode())]
+    reports = ask(bootstrap, failures)
     if region is not None:
         region.close_handle()
     return sharing_of(keys, reports)

@@ -24,7 +24,7 @@ from .device import DeviceEngine, why_no_gpu
 from .device_memory import NoSymmetricMemory
 from .errors import CollectiveError
 from .rails import Given, MakePart, make_rails
-from .straight import go_straight
+from .straight import End, go_straight
 from .tuning.rails import Between
 
 if TYPE_CHECKING:
@@ -110,9 +110,8 @@ class StagedEngine(DeviceEngine):
         self.memory = NoSymmetricMemory()
         given = Given(bootstrap, host, core, self.slot_bytes, device, max_blocks, path)
         self.rails, self.why_no_rails = make_rails(given, nodes, part)
-        self.straight = go_straight(bootstrap, host, core, settings.gpu_mpi)
-        if self.rails is not None and not self.straight.why_not:
-            self.straight = self.rails.go_straight(settings.gpu_mpi)
+        ends = [End(bootstrap, host)] + ([self.rails.end] if self.rails is not None else [])
+        self.straight = go_straight(bootstrap, core, settings.gpu_mpi, ends)
 
     def run_staged(
         self, comm: Core, arguments: tuple[Any, ...], algorithm: int, stream: int

@@ -185,7 +185,7 @@ void bind_staging(py::module_& m) {
       .def("make_slots", &Staging::make_slots, py::arg("nranks"), Unlocked())
       .def("probe", &Staging::probe, Unlocked())
       .def("go_straight", &Staging::go_straight)
-      .def_property_readonly("streams_apart", &Staging::streams_apart)
+      .def("streams_apart", &Staging::streams_apart, Unlocked())
       .def_property_readonly("straight_calls", &Staging::straight_calls)
       .def("check", &Staging::check)
       // The communicator's own abort() ends what the calls wait for.

@@ -18,7 +18,9 @@
 namespace collectives {
 namespace {
 
-// Bytes of a straight call's segment at least, if the call has as many.
+// Bytes of a straight call's segment at least, if the call has as many: some dozen microseconds of
+// a fast network, as a kernel takes to be launched and seen to end. Not measured between real
+// nodes.
 constexpr std::size_t kStraightSegment = 128 << 10;
 
 constexpr std::size_t kMaxPlans = 512;
@@ -141,6 +143,8 @@ void Communicator::end_queue() {
 void Communicator::close() {
   if (birth_.in_child() || closed_.exchange(true)) return;
   end_queue();
+  plans_.clear();
+  straight_.reset();  // and its memory on the GPU
   recorder_->closed();
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);
@@ -410,6 +414,15 @@ std::uint64_t Communicator::agree(const Signature& signature, std::uint64_t hash
   return most;
 }
 
+// Elements of the longest chunk of a call.
+std::uint64_t Communicator::longest_chunk(const Call& call, const Lowered& low,
+                                          std::uint64_t longest) const {
+  const auto chunks = static_cast<std::uint64_t>(low.nchunks);
+  if (!Layout::blocked(call.collective)) return call.count / chunks;
+  if (call.collective == Collective::all_to_all) return longest;
+  return longest / std::max<std::uint64_t>(1, chunks / config_.nranks);
+}
+
 std::unique_ptr<HostPlan> Communicator::make_plan(const Call& call, const Lowered& low,
                                                   const std::string& algorithm,
                                                   std::uint64_t longest, bool straight) {
@@ -427,10 +440,8 @@ std::unique_ptr<HostPlan> Communicator::make_plan(const Call& call, const Lowere
   std::uint64_t segment = cap;
   if (straight) {
     // A quarter of what a chunk has, so that segments overlap, if that is worth a message.
-    const bool blocked = Layout::blocked(call.collective);
-    const std::uint64_t whole = blocked ? longest * n : call.count;
-    const std::uint64_t quarter = whole / (4 * static_cast<std::uint64_t>(low.nchunks)) + 1;
-    segment = std::min(cap, std::max(quarter, kStraightSegment / e));
+    segment = std::min(cap, std::max(longest_chunk(call, low, longest) / 4 + 1,
+                                     std::uint64_t{kStraightSegment} / e));
   } else {
     segment = std::min(cap, std::max<std::uint64_t>(align, config_.tuning.segment_bytes / e));
   }
@@ -456,7 +467,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
                 "algorithm '" + names_[options.algorithm] +
                     "' passes blocks through ranks that do not know their lengths; "
                     "all_to_all_v needs one that sends directly (direct_two_shot)");
-  longest = agree(signature, hash, longest);
+  longest = options.straight ? options.longest : agree(signature, hash, longest);
   if (call.collective != Collective::barrier && signature.count == 0 && !uneven_pairs) return;
   if (uneven_pairs && longest == 0) return;
 

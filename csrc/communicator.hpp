@@ -105,7 +105,10 @@ class Communicator : public Watch {
     Order order = Order::any;
     double factor[2] = {1, 0};  // premul_sum
     bool on_device = false;     // the arrays are staged: all ranks' must be, or none's
-    bool straight = false;      // they are where MPI takes them: see go_straight()
+    // They are where MPI takes them: see go_straight(). All ranks have agreed on that, and on the
+    // longest block of any.
+    bool straight = false;
+    std::uint64_t longest = 0;
     // If given, nothing is moved: the ranks only agree that they are in this call, and on the
     // largest of these numbers, which it then is.
     std::uint64_t* agreed = nullptr;
@@ -135,11 +138,10 @@ class Communicator : public Watch {
                    std::uint64_t from, std::size_t scratch_bytes, int operands);
   // Why a call does not go so, in words; "" if it does. The same on all ranks.
   std::string why_not_straight(const Call& call, const Options& options);
-  // FIFO channels of a pair that such calls use at most, and messages that each holds: on the
-  // sender's side, and one on the receiver's.
+  // FIFO channels of a pair that such calls use at most.
   static constexpr int kStraightChannels = 2;
-  // What programs may count on; every transport holds at least as many messages. Fixed, because
-  // all ranks must lower alike.
+  // Messages that a FIFO holds, on which programs count: every transport holds at least as many.
+  // Fixed, because all ranks must lower alike.
   static constexpr int kFifoDepth = 4;
 
   // For Task::run.
@@ -298,6 +300,7 @@ class Communicator : public Watch {
   std::unique_ptr<HostPlan> make_plan(const Call& call, const Lowered& low,
                                       const std::string& algorithm, std::uint64_t longest,
                                       bool straight);
+  std::uint64_t longest_chunk(const Call& call, const Lowered& low, std::uint64_t longest) const;
   std::uint64_t straight_segment(const Lowered& low, std::size_t element) const;
   Signature sign(const Call& call, const Options& options) const;
   void check_devices(int q);

@@ -7,7 +7,9 @@
 #include <map>
 #include <vector>
 
+#include "cuda_allocation.hpp"
 #include "cuda_memory.hpp"
+#include "cuda_staging_tests.hpp"
 #include "device.hpp"
 #include "staging.hpp"
 #include "staging_cut.hpp"
@@ -26,11 +28,6 @@ constexpr int kSlots = 2;
 constexpr int kBusyPolls = 200;
 constexpr microseconds kNap{20};
 constexpr microseconds kLookEvery{5000};
-
-// For the self-tests of copies, and of streams: as long as the turns that some processes take on
-// one GPU.
-constexpr double kTestSeconds = 20;
-constexpr std::chrono::milliseconds kStreamsTest{500};
 
 // Seconds for which a kernel believes in a host that does not stir: a slice waits for its peers as
 // long as the communicator's timeout at most, at each of a few steps.
@@ -70,10 +67,13 @@ class CopyStreams {
   const int device_;
 };
 
+// One rank of a process at a time tests: what one allocates waits for the kernel by which another
+// does, and holds up the very calls that would end it.
+std::mutex one_at_a_time;
+
 }  // namespace
 
 struct Staging::State {
-  class Held;
   struct Slot {
     std::byte *in = nullptr, *out = nullptr;
     cudaEvent_t filled = nullptr, emptied = nullptr;
@@ -87,8 +87,7 @@ struct Staging::State {
   void beat() { __atomic_fetch_add(&control->beat, 1, __ATOMIC_RELAXED); }
   void end(u64 number) { __atomic_store_n(&control->ended, number, __ATOMIC_RELEASE); }
   u64 ended() const { return __atomic_load_n(&control->ended, __ATOMIC_ACQUIRE); }
-  void test_copies();
-  void test_streams();
+  WaitWords words() { return {control, mapped, &issued}; }
   cudaEvent_t event();
   void give_back(cudaEvent_t used) {
     const std::lock_guard lock(mutex);
@@ -105,7 +104,6 @@ struct Staging::State {
   u64 issued = 0;
   std::atomic<u64> straight{0};
   bool closed = false;
-  bool apart = true;  // streams do not stand behind each other
   // Where calls go along rails; used while a call has its turn.
   DeviceCommunicator* near = nullptr;
   Communicator* rail = nullptr;
@@ -121,9 +119,6 @@ Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes +
   std::string why;
   const int count = device_count(&why);
   if (count == 0) throw Error(ErrorKind::unsupported, why);
-  // One rank of a process at a time: what one allocates waits for the kernel by which another tests
-  // the copies, and holds up the very calls that would end it.
-  static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   const WhileCapturing relaxed;
   const OnDevice current(device);
@@ -146,104 +141,7 @@ Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes +
     for (cudaEvent_t* one : {&slots[i].filled, &slots[i].emptied})
       check_cuda(cudaEventCreateWithFlags(one, cudaEventDisableTiming), "cudaEventCreate");
   }
-  test_copies();
-  test_streams();
-}
-
-// While one lives, a stream of its own waits in a kernel.
-class Staging::State::Held {
- public:
-  explicit Held(State& state) : state_(state) {
-    check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-    const u64 patience_ns = static_cast<u64>(2 * kTestSeconds * 1e9);
-    result_ = launch_staging_wait(state.mapped, ++state.issued, patience_ns, stream_);
-  }
-  ~Held() {
-    state_.end(state_.issued);
-    cudaStreamSynchronize(stream_);
-    cudaStreamDestroy(stream_);
-  }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  int result() const { return result_; }
-
- private:
-  State& state_;
-  cudaStream_t stream_ = nullptr;
-  int result_ = cudaSuccess;
-};
-
-// A stream waits in a kernel; do copies in both directions go on meanwhile? All else rests on it.
-void Staging::State::test_copies() {
-  void* there = nullptr;
-  check_cuda(cudaMalloc(&there, sizeof(u64)), "cudaMalloc");
-  const u64 word = 0x9e3779b97f4a7c15ULL;
-  std::memcpy(slots[0].in, &word, sizeof word);
-  std::memset(slots[0].out, 0, sizeof word);
-  auto held = std::make_unique<Held>(*this);
-  int result = held->result();
-  cudaError_t done = cudaErrorNotReady;
-  if (result == cudaSuccess)
-    result = cudaMemcpyAsync(there, slots[0].in, sizeof word, cudaMemcpyHostToDevice, up);
-  if (result == cudaSuccess) result = cudaEventRecord(slots[0].emptied, up);
-  if (result == cudaSuccess) result = cudaStreamWaitEvent(down, slots[0].emptied, 0);
-  if (result == cudaSuccess)
-    result = cudaMemcpyAsync(slots[0].out, there, sizeof word, cudaMemcpyDeviceToHost, down);
-  if (result == cudaSuccess) result = cudaEventRecord(slots[0].filled, down);
-  const auto since = steady_clock::now();
-  while (result == cudaSuccess && done == cudaErrorNotReady &&
-         steady_clock::now() - since < std::chrono::duration<double>(kTestSeconds)) {
-    done = cudaEventQuery(slots[0].filled);
-    std::this_thread::sleep_for(kNap);
-  }
-  cudaGetLastError();
-  held.reset();
-  cudaFree(there);
-  check_cuda(static_cast<cudaError_t>(result), "the self-test of staging");
-  if (done == cudaErrorNotReady)
-    throw Error(ErrorKind::unsupported,
-                "GPU " + std::to_string(device) +
-                    " copies nothing while a kernel of another stream waits; set "
-                    "CUDA_DEVICE_MAX_CONNECTIONS=32 before anything uses CUDA");
-  check_cuda(done, "the self-test of staging");
-  if (std::memcmp(slots[0].out, &word, sizeof word) != 0)
-    throw Error(ErrorKind::system, "the self-test of staging read other bytes than it wrote");
-}
-
-// Has each of some more streams a queue of its own? With CUDA's 8 for all of a process, one of them
-// stands behind the stream that waits, and stays there.
-void Staging::State::test_streams() {
-  constexpr int kStreams = 16;
-  cudaStream_t streams[kStreams] = {};
-  void* there = nullptr;
-  check_cuda(cudaMalloc(&there, sizeof(u64)), "cudaMalloc");
-  check_cuda(cudaMemsetAsync(there, 0, sizeof(u64), down), "cudaMemsetAsync");  // loads it
-  check_cuda(cudaStreamSynchronize(down), "cudaStreamSynchronize");
-  for (cudaStream_t& one : streams)
-    check_cuda(cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking), "cudaStreamCreate");
-  auto held = std::make_unique<Held>(*this);
-  int result = held->result();
-  for (const cudaStream_t one : streams)
-    if (result == cudaSuccess) result = cudaMemsetAsync(there, 0, sizeof(u64), one);
-  const auto since = steady_clock::now();
-  int at = 0;
-  while (result == cudaSuccess && at < kStreams && steady_clock::now() - since < kStreamsTest) {
-    result = cudaStreamQuery(streams[at]);
-    if (result == cudaSuccess) ++at;
-    if (result == cudaErrorNotReady) {
-      result = cudaSuccess;
-      std::this_thread::sleep_for(kNap);
-    }
-  }
-  cudaGetLastError();
-  apart = at == kStreams;
-  held.reset();
-  for (const cudaStream_t one : streams) {
-    cudaStreamSynchronize(one);
-    cudaStreamDestroy(one);
-  }
-  cudaFree(there);
-  check_cuda(static_cast<cudaError_t>(result), "the self-test of streams");
+  test_copies(device, words(), slots[0].in, slots[0].out, down, up);
 }
 
 cudaEvent_t Staging::State::event() {
@@ -350,20 +248,36 @@ class Staging::Turn final : public Communicator::Task {
                                         " gave up their part of a call within its node");
   }
 
-  // True if MPI takes the arrays as they are. `agree_on`: with all ranks of `on`, which then decide
-  // alike.
-  template <class AgreeOn>
-  bool goes_straight(Communicator& on, const AgreeOn& agree_on) {
+  // Makes the call on the arrays as they are, if MPI takes them; false if it does not. All ranks of
+  // `on` decide alike.
+  bool run_straight(Communicator& comm, Communicator& on) {
     if (!on.why_not_straight(call_, options_).empty()) return false;
-    // In place, blocks would come to where others still leave from.
-    return call_.collective != Collective::all_to_all || way_ == Way::rail ||
-           agree_on(call_.input == call_.output ? 1 : 0) == 0;
+    const bool whole = way_ != Way::rail;
+    // In place, blocks would come to where others still leave from. (Tables cannot be in place.)
+    const bool in_place = whole && call_.collective == Collective::all_to_all &&
+                          !call_.in.is_table() && call_.input == call_.output;
+    constexpr std::uint64_t kNot = std::uint64_t{1} << 63;
+    std::uint64_t longest = std::max(call_.in.longest(on.size()), call_.out.longest(on.size()));
+    if (in_place || !takes(call_.input) || !takes(call_.output)) longest |= kNot;
+    Communicator::Options options = options_;
+    options.agreed = &longest;
+    call_on(comm, call_, options);
+    if (longest >= kNot) return false;
+    options.agreed = nullptr;
+    options.straight = true;
+    options.longest = longest;
+    call_on(comm, call_, options);
+    ++state_->straight;
+    return true;
+  }
+
+  // Is an array in memory that any MPI can map and register? (Or nowhere, if this rank has none.)
+  static bool takes(const std::byte* array) {
+    return array == nullptr || allocation_of(array).why.empty();
   }
 
   // One of the calls that this one is made of: on host memory, or straight.
-  void call_on(Communicator& comm, const Call& call, bool straight) {
-    Communicator::Options options = options_;
-    options.straight = straight;
+  void call_on(Communicator& comm, const Call& call, const Communicator::Options& options) {
     if (way_ != Way::rail) return comm.run_in_turn(call, options);
     Communicator& rail = *state_->rail;
     rail.is_part_of(&comm);
@@ -483,11 +397,7 @@ void Staging::Turn::run_slices(Communicator& comm) {
   }
   const bool along_rail = way_ == Way::rail;  // which comes behind an agreement of its own
   Communicator& on = along_rail ? *s.rail : comm;
-  if (goes_straight(on, agree_on)) {
-    call_on(comm, call_, true);
-    ++s.straight;
-    return;
-  }
+  if (run_straight(comm, on)) return;
   Cut cut(call_, on.rank(), on.size(), s.slot_bytes, along_rail);
   const bool uneven_pairs =
       !along_rail && call_.collective == Collective::all_to_all && call_.in.is_table();
@@ -511,7 +421,7 @@ void Staging::Turn::run_slices(Communicator& comm) {
     now.call.input = now.input_in_output ? slot.out + now.down[0].host * size_ : slot.in;
     now.call.output = slot.out;
     if (now.up.empty() && call_.collective == Collective::broadcast) now.call.output = slot.in;
-    call_on(comm, now.call, false);
+    call_on(comm, now.call, options_);
     s.beat();
     if (i == 0 && now.input_in_output) copy_own_block(on.rank());
     empty(now, slot);
@@ -535,10 +445,11 @@ void Staging::join(DeviceCommunicator& near, Communicator& rail, std::vector<int
 int Staging::rail_size() const { return static_cast<int>(state_->rail_ranks.size()); }
 
 std::string Staging::probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s) {
+  const WhileCapturing relaxed;
   const OnDevice current(state_->device);
-  const State::Held held(*state_);
-  check_cuda(static_cast<cudaError_t>(held.result()), "launching a kernel");
-  return slots.probe(mpi, timeout_s);
+  HeldStream held(state_->words());
+  const std::string why = slots.probe(mpi, timeout_s);
+  return held.end() ? why : "MPI waits for the GPU while a kernel of another stream waits there";
 }
 
 std::shared_ptr<GpuSlots> Staging::make_slots(int nranks) {
@@ -611,7 +522,12 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
   check_cuda(cudaEventRecord(passed, stream), "cudaEventRecord");
 }
 
-bool Staging::streams_apart() const { return state_->apart; }
+bool Staging::streams_apart() {
+  const WhileCapturing relaxed;
+  const std::lock_guard lock(one_at_a_time);
+  const OnDevice current(state_->device);
+  return test_streams(state_->words(), state_->down);
+}
 
 std::uint64_t Staging::straight_calls() const { return state_->straight; }
 

@@ -1,4 +1,7 @@
 // Memory of a GPU that MPI sends from and receives to, and work on it in the order of a stream.
+//
+// Cost: a launch and an event for each piece that is combined. Limits: slots shrink with the number
+// of ranks, of which each pair has ten; a call's scratch memory is what it was cut for.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -17,9 +20,23 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// Slots that each pair of ranks has: see Communicator::go_straight().
+// Slots of each pair of ranks: as many as its FIFOs hold on the sender's side, and one each on the
+// receiver's.
 constexpr int kSlotsOfPair = Communicator::kStraightChannels * (Communicator::kFifoDepth + 1);
 constexpr std::size_t kMaxSlot = 1 << 20;
+
+// Where a network's adapter writes into the GPU's memory, is that seen by kernels that have begun
+// (the one that waits, and what is behind it)? Else it must be flushed, if the GPU can.
+bool must_flush(int device) {
+  int ordered = 0, options = 0;
+  const auto get = [&](int* value, cudaDeviceAttr what) {
+    if (cudaDeviceGetAttribute(value, what, device) != cudaSuccess) cudaGetLastError();
+  };
+  get(&ordered, cudaDevAttrGPUDirectRDMAWritesOrdering);
+  get(&options, cudaDevAttrGPUDirectRDMAFlushWritesOptions);
+  return ordered < cudaGPUDirectRDMAWritesOrderingOwner &&
+         (options & cudaFlushGPUDirectRDMAWritesOptionHost) != 0;
+}
 
 // What is asked for goes on the stream; a ticket is an event behind it. Tickets end in order.
 class DeviceHands final : public Hands {
@@ -96,12 +113,20 @@ class DeviceHands final : public Hands {
 
   void moved() override { moved_(); }
 
+  void end() override {
+    if (flushes_)
+      check_cuda(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                                                    cudaFlushGPUDirectRDMAWritesToOwner),
+                 "cudaDeviceFlushGPUDirectRDMAWrites");
+  }
+
  private:
   const int device_;
   const cudaStream_t stream_;
   std::byte* const scratch_;
   const std::shared_ptr<GpuSlots> slots_;
   const std::function<void()> moved_;
+  const bool flushes_ = must_flush(device_);
   Arithmetic arithmetic_{};
   bool asked_ = false;
   std::uint64_t issued_ = 0, ended_ = 0;
@@ -141,6 +166,15 @@ GpuSlots::GpuSlots(int device, int nranks, std::size_t bytes, void* stream,
   // What CUDA loads at its first use waits for all kernels, and calls run while one waits for them.
   check_cuda(static_cast<cudaError_t>(load_combine()), "loading the kernels");
   const cudaStream_t used = state_->stream;
+  CombineCall first{};
+  first.arithmetic = arithmetic_of(Dtype::float32, Op::sum);
+  first.bytes = 64;
+  first.nsrc = 2;
+  first.ndst = 1;
+  for (int i = 0; i < 2; ++i)
+    first.src[i] = reinterpret_cast<const unsigned char*>(state_->begin());
+  first.dst[0] = reinterpret_cast<unsigned char*>(state_->begin() + state_->half);
+  check_cuda(static_cast<cudaError_t>(launch_combine(first, used)), "launching a kernel");
   check_cuda(cudaMemcpyAsync(state_->begin(), state_->begin() + state_->half, 64,
                              cudaMemcpyDeviceToDevice, used),
              "cudaMemcpyAsync");

@@ -1,5 +1,6 @@
 #include "engine_host.hpp"
 
+#include <chrono>
 #include <map>
 #include <set>
 
@@ -7,6 +8,8 @@
 
 namespace collectives {
 namespace {
+
+constexpr std::chrono::seconds kWithdrawWithin{1};
 
 Finish finish_of(const Piece& piece, const Call& call, int nranks) {
   Finish finish;
@@ -86,6 +89,10 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
       if (strand.at == strand.steps.size()) continue;
       const Step& step = *strand.steps[strand.at].step;
       Where w;
+      if (strand.ticket != 0) {
+        w.phase = "its own GPU";
+        return w;
+      }
       w.phase = step.recv_peer >= 0 ? "a message" : "a free slot";
       w.peer = step.recv_peer >= 0 ? step.recv_peer : step.send_peer;
       w.channel = strand.channel;
@@ -96,18 +103,26 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
     }
     return Where{};
   };
-  while (unfinished_ > 0) {
-    waiter_.until([&] { return poll(plan); }, where);
-    hands_->moved();
+  try {
+    while (unfinished_ > 0) {
+      waiter_.until([&] { return poll(plan); }, where);
+      hands_->moved();
+    }
+    for (SendPort* port : plan.senders_) {
+      waiter_.until(
+          [&] {
+            for (Transport* t : plan.transports_) t->progress();
+            return port->flushed();
+          },
+          where);
+    }
+  } catch (...) {
+    // The caller's arrays may go now: nothing may come into them any more.
+    const auto deadline = std::chrono::steady_clock::now() + kWithdrawWithin;
+    for (const auto& [port, messages] : plan.expected_) port->withdraw(deadline);
+    throw;
   }
-  for (SendPort* port : plan.senders_) {
-    waiter_.until(
-        [&] {
-          for (Transport* t : plan.transports_) t->progress();
-          return port->flushed();
-        },
-        where);
-  }
+  hands_->end();
 }
 
 bool HostEngine::poll(HostPlan& plan) {

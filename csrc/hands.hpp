@@ -1,5 +1,6 @@
 // What an engine does to the data of its own rank: on the host at once, on a GPU in the order of a
-// stream.
+// stream. On the host it costs a virtual call beside the work, some nanoseconds a piece of a
+// message.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +26,8 @@ class Hands {
   virtual bool done(std::uint64_t ticket) = 0;
   // Something of the call has come about.
   virtual void moved() = 0;
+  // After the call: what came into its arrays is there for all who read them.
+  virtual void end() = 0;
 };
 
 class HostHands final : public Hands {
@@ -44,6 +47,7 @@ class HostHands final : public Hands {
   std::uint64_t ticket() override { return 0; }
   bool done(std::uint64_t) override { return true; }
   void moved() override {}
+  void end() override {}
 
  private:
   ReduceFn reduce_ = nullptr;

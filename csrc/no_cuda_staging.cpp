@@ -36,7 +36,7 @@ void Staging::go_straight(Communicator&, std::shared_ptr<MpiTransport>,
   refuse();
 }
 std::string Staging::probe(GpuSlots&, MpiTransport&, double) { refuse(); }
-bool Staging::streams_apart() const { refuse(); }
+bool Staging::streams_apart() { refuse(); }
 std::uint64_t Staging::straight_calls() const { refuse(); }
 void Staging::check() { refuse(); }
 bool Staging::idle() { refuse(); }

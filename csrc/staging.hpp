@@ -62,7 +62,7 @@ class Staging {
   void go_straight(Communicator& comm, std::shared_ptr<MpiTransport> mpi,
                    const std::shared_ptr<GpuSlots>& slots, std::uint64_t from);
   // Does nothing on one stream stand behind what waits on another?
-  bool streams_apart() const;
+  bool streams_apart();
   // Calls that have gone straight.
   std::uint64_t straight_calls() const;
   // Throws what a call found.

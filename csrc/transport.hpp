@@ -6,6 +6,7 @@
 // `slot_bytes` long.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,6 +59,9 @@ class RecvPort {
   // The oldest message, nullptr while there is none. Valid until release().
   virtual const char* peek(Header* header) = 0;
   virtual void release() = 0;
+  // After a call that failed: a message that was to come into the caller's memory no longer does.
+  // Gives up at the deadline.
+  virtual void withdraw(std::chrono::steady_clock::time_point deadline) noexcept { (void)deadline; }
 
   virtual std::size_t bare_min() const { return ~std::size_t{0}; }
   virtual bool only_bare() const { return false; }

@@ -48,6 +48,9 @@ class Slots {
 
   char* payload(std::uint64_t slot) { return memory() + slot * stride_ + kFront; }
   char* message(std::uint64_t slot) { return payload(slot) - sizeof(Header); }
+  bool holds(const char* p) const {
+    return memory_ != nullptr && memory_ <= p && p < memory_ + stride_ * depth_;
+  }
   // MPI may still use the memory: never free it.
   void abandon() {
     if (given_ != nullptr && memory_ != nullptr) given_->abandon();
@@ -227,6 +230,16 @@ class MpiTransport::Recv final : public RecvPort {
   }
 
   void release() override { state_ = State::idle; }
+
+  void withdraw(Clock::time_point deadline) noexcept override {
+    if (state_ != State::posted || slot_.holds(where_)) return;
+    try {
+      wire_.mpi->cancel(request_);
+      if (poll_until(deadline, [&] { return wire_.mpi->test(request_); })) state_ = State::idle;
+    } catch (const std::exception&) {
+      // MPI is failing: the caller is on its way to report why.
+    }
+  }
 
   // Cancels what is posted; false if something was, for then a call ended in the middle. Memory
   // that MPI does not let go of in time stays MPI's.

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 from .local import Solo, Threads
 from .mpi import Mpi
 from .nodes import host_key, host_parts, node_key, why_apart
-from .protocol import Bootstrap
+from .protocol import Bootstrap, ask
 from .sources import claimed, detect
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ __all__ = [
     "Store",
     "Tcp",
     "Threads",
+    "ask",
     "claimed",
     "detect",
     "host_key",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -68,3 +69,8 @@ class Bootstrap(Protocol):
     def close(self) -> None:
         """Leaves the group. Others may leave later; calls that need this rank raise ClosedError."""
         ...
+
+
+def ask(bootstrap: Bootstrap, mine: Any) -> list[Any]:
+    """What all ranks say, in rank order; anything that JSON holds. Collective."""
+    return [json.loads(b) for b in bootstrap.all_gather(json.dumps(mine).encode())]

@@ -163,12 +163,11 @@ def _on_gpus(
 ) -> str:
     """How a call on arrays on GPUs goes between nodes."""
     no_rails = between.why_no_rails if between is not None else ""
-    through = _through(nbytes, between)
     rule = tuner.rule(collective, nbytes)
     asked = rule.algorithm if rule is not None else None
     why = no_rails or why_not_placed(nodes) or why_staged(collective, nbytes, asked, None)
     if why:
-        return f"whole arrays {through}, by the same algorithm: {why}"
+        return f"whole arrays {_through(nbytes, between)}, by the same algorithm: {why}"
     parts = parts_of(asked or "hierarchical")
     assert parts is not None, "all others are staged"
     nnodes = len(set(nodes))
@@ -177,7 +176,10 @@ def _on_gpus(
     rail = parts.rail or Tuner(list(range(nnodes)), one_region=False).choose(
         collective, min(nbytes // size, DEFAULT_STAGING)
     )
-    return f"along rails: {near} from GPU to GPU within nodes, {rail} between them {through}"
+    return (
+        f"along rails: {near} from GPU to GPU within nodes, {rail} between them "
+        f"{_through(nbytes // size, between)}"
+    )
 
 
 def _through(nbytes: int, between: Between | None) -> str:

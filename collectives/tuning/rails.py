@@ -29,6 +29,10 @@ RAILS_FROM = 128 << 10
 # to them.
 STRAIGHT_FROM = 32 << 10
 
+# Slots of fewer bytes are not worth that: the messages of many ranks would be smaller than slices
+# through memory of the host are.
+LEAST_STRAIGHT_SLOT = 64 << 10
+
 
 class Straight(NamedTuple):
     """Whether MPI is given pointers to memory of GPUs.

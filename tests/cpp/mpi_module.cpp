@@ -350,6 +350,17 @@ PYBIND11_MODULE(mpi_module, m) {
              port.commit({static_cast<std::uint32_t>(data.size()), 0, tag});
              return true;
            })
+      // A bare message that is to come into `into` does not any more.
+      .def("withdraw",
+           [](MpiTransport& t, int peer, int channel, py::buffer into) {
+             const py::buffer_info memory = into.request(true);
+             RecvPort& port = t.recv_port(peer, channel);
+             port.expect(1);
+             port.post_into(static_cast<char*>(memory.ptr),
+                            static_cast<std::size_t>(memory.size * memory.itemsize));
+             port.withdraw(std::chrono::steady_clock::now() + std::chrono::seconds(5));
+             return !port.posted();
+           })
       .def("flushed", [](MpiTransport& t, int peer,
                          int channel) { return t.send_port(peer, channel).flushed(); })
       .def("expect", [](MpiTransport& t, int peer, int channel,

@@ -326,6 +326,18 @@ def check_messages(m, mpi, world):
         if n > 1:
             assert other.scratch_bytes == len(everyone) * slot_bytes * (depth + 1)
         del other
+    if n == 2:
+        # What is withdrawn is never written, though the message comes.
+        into = bytearray(b"kept" * 500)
+        other = m.Transport(mpi, world.handle)
+        assert other.withdraw(1 - r, 0, into)
+        world.barrier()
+        assert other.try_send(1 - r, 0, "sent" * 400, 1)
+        world.barrier()
+        until(lambda: other.flushed(1 - r, 0))
+        other.progress()
+        assert into == b"kept" * 500
+        del other
     if n == 1:
         raises(m.Error, "no peer", t.expect, 0, 0, 1)
         return

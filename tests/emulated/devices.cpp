@@ -122,8 +122,18 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int device) 
     case cudaDevAttrComputeCapabilityMajor:
       *value = 9;
       return cudaSuccess;
+    case cudaDevAttrGPUDirectRDMAWritesOrdering:  // as GPUs before Hopper
+      *value = cudaGPUDirectRDMAWritesOrderingNone;
+      return cudaSuccess;
+    case cudaDevAttrGPUDirectRDMAFlushWritesOptions:
+      *value = cudaFlushGPUDirectRDMAWritesOptionHost;
+      return cudaSuccess;
   }
   return fail(cudaErrorInvalidValue);
+}
+cudaError_t cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTarget,
+                                               cudaFlushGPUDirectRDMAWritesScope) {
+  return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* words, int length, int device) {
   std::snprintf(words, static_cast<std::size_t>(length), "0000:%02x:00.0", device);

@@ -17,8 +17,9 @@ from mpi4py import MPI
 from on_device import OnDevice, some
 
 import collectives as cc
-from collectives import _core
+from collectives import _core, straight
 from collectives.schedule import why_unsupported
+from collectives.tuning.rails import STRAIGHT_FROM
 
 WORLD = MPI.COMM_WORLD
 NODES = [int(node) for node in sys.argv[2].split(",")]
@@ -169,6 +170,65 @@ def rails(proxy: OnDevice) -> int:
     return len(wanted)
 
 
+def sizes(proxy: OnDevice) -> int:
+    """Calls by the one way and by the other in turns, as MPI says that it is CUDA-aware: those of
+    less than STRAIGHT_FROM bytes are staged, and all_to_all that is in place on one rank alone.
+    """
+    comm, n = proxy.comm, proxy.size
+    core = comm._device.core if comm._device is not None else None
+    assert core is not None
+    done = 0
+    for turn, count in enumerate((100, 9000, 8191, 8192, 1, 400_000)):
+        for collective in ("all_reduce", "broadcast", "all_gather"):
+            before = core.straight_calls
+            total = count // n * n if collective == "all_gather" else count
+            check(proxy, Case(collective, None, count=total, place="in", root=n - 1, seed=turn))
+            assert core.straight_calls - before == (4 * total >= STRAIGHT_FROM), (collective, count)
+            done += 1
+    rows = 20_000
+    for in_place in (set(), {0}, set(range(n)), {n - 1}):
+        x = device_array(proxy, n * rows)
+        out = x if comm.rank in in_place else device_array(proxy, n * rows, 8 << 20)
+        values = np.repeat(100 * comm.rank + np.arange(n), rows).astype(np.float32)
+        got = np.empty_like(values)
+        before = core.straight_calls
+        comm.barrier()
+        with proxy.stream:
+            proxy.copy(x.data.ptr, values.ctypes.data, values.nbytes, 1)
+            comm.all_to_all(x, out=out)
+        comm.synchronize()
+        proxy.copy(got.ctypes.data, out.data.ptr, got.nbytes, 2)
+        assert (got == np.repeat(100 * np.arange(n) + comm.rank, rows)).all()
+        assert core.straight_calls - before == (not in_place), in_place
+        done += 1
+    return done
+
+
+def one_rail(proxy: OnDevice) -> int:
+    """What one rail cannot do no rank does: all say why."""
+    engine: Any = proxy.comm._device
+    assert engine.straight.why_not == "rank 1: made up", engine.straight
+    assert "(rank 1: made up)" in proxy.comm.explain("all_reduce", nbytes=1 << 20)
+    return rails(proxy)
+
+
+def one_rail_fails() -> None:
+    """MPI takes pointers between all ranks, and along one of two rails it does not."""
+    real = straight._try
+
+    def trying(bootstrap: Any, staging: Any, forced: bool) -> Any:
+        tried = real(bootstrap, staging, forced)
+        rail_1 = bootstrap.size == 2 and WORLD.rank in (1, 3)
+        return straight._Tried("made up") if rail_1 and bootstrap.rank == 0 else tried
+
+    straight._try = trying
+
+
+def says_cuda_aware() -> None:
+    real = _core.loaded_mpi
+    _core.loaded_mpi = lambda: {**real(), "cuda": "yes"}
+
+
 def raises(kind: type[Exception], words: str, call: Any) -> str:
     try:
         call()
@@ -266,6 +326,10 @@ def main() -> None:
     dies = what.startswith("death")
     if dies:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, when it sees the death
+    if what in ("sizes", "one rail"):
+        says_cuda_aware()
+    if what == "one rail":
+        one_rail_fails()
     comm = cc.init(timeout=60 if dies else 30)
     assert comm.nodes == NODES, comm.nodes
     proxy = OnDevice(comm, comm.rank % _core.device_count()[0])
@@ -278,6 +342,8 @@ def main() -> None:
         "death": death,
         "death within": partial(death, within=True),
         "rails": rails,
+        "one rail": one_rail,
+        "sizes": sizes,
     }
     done = parts[what](proxy)
     engine: Any = comm._device

@@ -120,7 +120,7 @@ def test_slices_of_less_than_a_slot() -> None:
 @pytest.mark.parametrize(
     ("what", "nodes", "staging"),
     [
-        ("cases", "0,1", "64K"),  # messages of 1.5 KiB
+        ("cases", "0,1", "64K"),  # messages of less than 13 KiB
         ("cases", "0,0,0,1", "8M"),  # of 1 MiB at most; within a node by MPI, too
         ("rails", "0,1,0,1", "1M"),
         ("large", "0,1", "8M"),
@@ -134,7 +134,19 @@ def test_mpi_takes_the_arrays_as_they_are(what: str, nodes: str, staging: str) -
     lazy = {"CUDA_MODULE_LOADING": "LAZY"}
     result = ranks(what, nodes, staging, straight="on", **lazy).expect(status=0)
     done = all_right(result, nodes.count(",") + 1)
-    assert went_straight(result) >= max(1, done * 3 // 4), result
+    assert went_straight(result) >= max(10, done * 3 // 4), result
+
+
+@pytest.mark.usefixtures("takes_pointers")
+def test_mpi_that_says_that_it_is_cuda_aware_takes_large_arrays() -> None:
+    result = ranks("sizes", "0,1,2", "8M", straight="auto").expect(status=0)
+    assert all_right(result, 3) == 22
+
+
+@pytest.mark.usefixtures("takes_pointers")
+def test_one_rail_on_which_mpi_takes_no_pointers() -> None:
+    """All ranks stage then, and none waits for those of that rail."""
+    all_right(ranks("one rail", "0,0,1,1", "1M", straight="auto").expect(status=0), 4)
 
 
 @pytest.mark.parametrize("staging", ["4K", "1M"])
