@@ -234,7 +234,7 @@ class Staging:
         """`ranks`: the numbers of the rail's among all."""
     def make_scratch(self, bytes: int, /) -> int: ...
     def make_slots(self, nranks: int) -> GpuSlots: ...
-    def probe(self, slots: GpuSlots, mpi: MpiTransport, timeout: float, /) -> str:
+    def probe(self, slots: GpuSlots, mpi: MpiTransport, timeout: float, strictly: bool, /) -> str:
         """Why MPI does not take pointers to memory of the GPU; "" if it does. Collective."""
     def go_straight(
         self, comm: Communicator, mpi: MpiTransport, slots: GpuSlots, from_bytes: int, /

@@ -4,7 +4,9 @@ An MPI library that is CUDA-aware sends from memory of a GPU and receives there,
 network's adapter alone where both can. Whether the one that is loaded does is asked of it first
 (`MPIX_Query_cuda_support`), for another one would read the pointer as one of the host's; then it is
 tried, with words and with a message that fills a slot, between ranks 1, 2, 4 ... apart, while a
-kernel waits as it does during calls. All ranks must find it to work, along their rails too.
+kernel waits as it does during calls, and a copy to the host behind it, as where a program looks at
+a result at once: an MPI that copies by way of memory that is not pinned could wait for that one,
+which waits for the call. All ranks must find it to work, along their rails too.
 
 Calls that go so are those of the engine for host arrays, by the same schedules; what they combine,
 a kernel does (csrc/straight.hpp).
@@ -30,7 +32,7 @@ NOT_APART = (
 )
 
 # Seconds for the messages by which it is tried.
-_PATIENCE = 30.0
+_PATIENCE = 5.0
 
 
 class End(NamedTuple):
@@ -56,7 +58,8 @@ def go_straight(
     """Makes staged calls go straight where they can, on all `ends` or on none. Collective over
     `everyone`.
 
-    wanted  COLLECTIVES_GPU_MPI; "on": calls of any size, else of STRAIGHT_FROM bytes and more
+    wanted  COLLECTIVES_GPU_MPI; "on": calls of any size, else of STRAIGHT_FROM bytes and more, and
+            nothing is asked, nor is a copy to the host put behind the kernel
     ends    of this rank: of all ranks, and of its rail if there are rails
 
     The result is alike on all ranks. Raises UnsupportedError on all of them if one wants them to
@@ -105,7 +108,7 @@ def _try(bootstrap: Bootstrap, staging: _core.Staging, forced: bool) -> _Tried:
     assert slots is not None, "what failed has said why"
     try:
         mpi = mpi_transport(cast(Mpi, bootstrap), slots.slot_bytes, slots)
-        why = staging.probe(slots, mpi, min(_PATIENCE, bootstrap.timeout))
+        why = staging.probe(slots, mpi, min(_PATIENCE, bootstrap.timeout), not forced)
     except CollectiveError as error:
         return _Tried(str(error))
     return _Tried(why, mpi, slots)

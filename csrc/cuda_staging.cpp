@@ -444,12 +444,18 @@ void Staging::join(DeviceCommunicator& near, Communicator& rail, std::vector<int
 
 int Staging::rail_size() const { return static_cast<int>(state_->rail_ranks.size()); }
 
-std::string Staging::probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s) {
+std::string Staging::probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s, bool strictly) {
+  State& s = *state_;
   const WhileCapturing relaxed;
-  const OnDevice current(state_->device);
-  HeldStream held(state_->words());
-  const std::string why = slots.probe(mpi, timeout_s);
-  return held.end() ? why : "MPI waits for the GPU while a kernel of another stream waits there";
+  const OnDevice current(s.device);
+  HeldStream held(s.words(), timeout_s);
+  if (strictly) held.copy_behind(s.device, slots.begin(), slots.scratch_bytes());
+  const std::string why = slots.probe(mpi, timeout_s, s.slots[0].in, s.slots[0].out);
+  if (held.end()) return why;
+  return strictly ? "MPI copies by way of memory that is not pinned, or waits for the GPU: where a "
+                    "program looks at a result behind a call that has not ended, both would wait "
+                    "for each other"
+                  : "MPI waits for the GPU while a kernel of another stream waits there";
 }
 
 std::shared_ptr<GpuSlots> Staging::make_slots(int nranks) {

@@ -1,10 +1,12 @@
 // Self-tests of staging: what a GPU does while one of its streams waits in a kernel.
 #include "cuda_staging_tests.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "cuda_memory.hpp"
 #include "errors.hpp"
@@ -19,7 +21,8 @@ constexpr std::chrono::microseconds kNap{20};
 constexpr std::chrono::seconds kCopiesWithin{20};
 // As long as the turns that some processes take on one GPU.
 constexpr std::chrono::milliseconds kStreamsWithin{500};
-constexpr u64 kPatienceNs = 40'000'000'000;
+constexpr std::chrono::milliseconds kCopierBegins{20};
+constexpr std::size_t kCopiedBehind = 64 << 10;
 
 // Memory of the GPU for as long as one lives.
 struct Word {
@@ -32,17 +35,30 @@ struct Word {
 
 }  // namespace
 
-HeldStream::HeldStream(const WaitWords& words) : words_(words) {
+HeldStream::HeldStream(const WaitWords& words, double patience_s) : words_(words) {
   check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-  const int result = launch_staging_wait(words.mapped, ++*words.issued, kPatienceNs, stream_);
+  const u64 patience_ns = static_cast<u64>(patience_s * 1e9);
+  const int result = launch_staging_wait(words.mapped, ++*words.issued, patience_ns, stream_);
   if (result == cudaSuccess) return;
   end();
   check_cuda(static_cast<cudaError_t>(result), "launching a kernel");
 }
 
+void HeldStream::copy_behind(int device, const void* from, std::size_t bytes) {
+  copier_ = std::thread([this, device, from, bytes] {
+    const OnDevice current(device, std::nothrow);
+    std::vector<std::byte> to(std::min(bytes, kCopiedBehind));
+    cudaMemcpyAsync(to.data(), from, to.size(), cudaMemcpyDeviceToHost, stream_);
+    cudaStreamSynchronize(stream_);
+    cudaGetLastError();
+  });
+  std::this_thread::sleep_for(kCopierBegins);
+}
+
 bool HeldStream::end() {
   if (stream_ == nullptr) return true;
   __atomic_store_n(&words_.control->ended, *words_.issued, __ATOMIC_RELEASE);
+  if (copier_.joinable()) copier_.join();
   cudaStreamSynchronize(stream_);
   cudaStreamDestroy(stream_);
   stream_ = nullptr;

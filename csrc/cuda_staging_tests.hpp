@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <thread>
 
 #include "cuda_staging.hpp"
 
@@ -16,21 +17,26 @@ struct WaitWords {
   u64* issued;
 };
 
-// While one lives, a stream of its own waits in a kernel.
+// While one lives, a stream of its own waits in a kernel, for `patience_s` at most.
 class HeldStream {
  public:
-  explicit HeldStream(const WaitWords& words);
+  explicit HeldStream(const WaitWords& words, double patience_s = 40);
   ~HeldStream() { end(); }
   HeldStream(const HeldStream&) = delete;
   HeldStream& operator=(const HeldStream&) = delete;
 
-  // Lets the kernel go. False if it has given up, after 40 s: something waited for it, and could do
-  // its work only then.
+  // A thread copies some of `bytes` at `from`, on the GPU, into memory of the host that is not
+  // pinned, behind the kernel, and is held up by it, as a program is that looks at a call's result
+  // at once.
+  void copy_behind(int device, const void* from, std::size_t bytes);
+  // Lets the kernel go. False if it has given up: something waited for it, and could do its work
+  // only then.
   bool end();
 
  private:
   WaitWords words_;
   cudaStream_t stream_ = nullptr;
+  std::thread copier_;
 };
 
 // A word goes from `from`, in pinned memory, to the GPU and to `to`, on the streams of copies.

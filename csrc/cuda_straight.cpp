@@ -212,7 +212,10 @@ std::unique_ptr<Hands> GpuSlots::hands(const std::shared_ptr<GpuSlots>& slots,
 
 int GpuSlots::operands() { return kMaxRanks; }
 
-std::string GpuSlots::probe(MpiTransport& mpi, double timeout_s) {
+const void* GpuSlots::begin() const { return state_->begin(); }
+
+std::string GpuSlots::probe(MpiTransport& mpi, double timeout_s, std::byte* sent,
+                            std::byte* found) {
   const OnDevice current(state_->device);
   const int n = mpi.size(), rank = mpi.self();
   const auto deadline = steady_clock::now() + std::chrono::duration<double>(timeout_s);
@@ -236,25 +239,24 @@ std::string GpuSlots::probe(MpiTransport& mpi, double timeout_s) {
                    ? std::string{}
                    : std::string{what} + " within " + std::to_string(timeout_s) + " s";
       };
-      const std::vector<std::uint32_t> sent = words_of(rank, to, count);
-      const std::size_t bytes = count * sizeof sent[0];
+      const std::size_t bytes = count * sizeof(std::uint32_t);
+      std::memcpy(sent, words_of(rank, to, count).data(), bytes);
       in.expect(1);
       const char* got = nullptr;
       std::size_t length = 0;
       char* slot = nullptr;
       while ((slot = out.acquire(bytes)) == nullptr)
         if (const std::string why = late("a send did not end"); !why.empty()) return why;
-      copy(slot, sent.data(), bytes, cudaMemcpyHostToDevice);
+      copy(slot, sent, bytes, cudaMemcpyHostToDevice);
       out.commit_bare(bytes);
       while ((got = in.peek_bare(&length)) == nullptr) {
         if (const std::string why = late("no message came"); !why.empty())
           return why + " from rank " + std::to_string(from);
         std::this_thread::yield();
       }
-      std::vector<std::uint32_t> found(count);
-      copy(found.data(), got, bytes, cudaMemcpyDeviceToHost);
+      copy(found, got, bytes, cudaMemcpyDeviceToHost);
       in.release();
-      if (length != bytes || found != words_of(from, rank, count))
+      if (length != bytes || std::memcmp(found, words_of(from, rank, count).data(), bytes) != 0)
         return "what rank " + std::to_string(from) + " sent out of its GPU's memory, " +
                std::to_string(bytes) + " bytes, came as something else into that of rank " +
                std::to_string(rank);

@@ -19,7 +19,7 @@ std::size_t GpuSlots::slot_bytes() const { refuse(); }
 std::size_t GpuSlots::scratch_bytes() const { refuse(); }
 char* GpuSlots::take(std::size_t) { refuse(); }
 void GpuSlots::abandon() { refuse(); }
-std::string GpuSlots::probe(MpiTransport&, double) { refuse(); }
+std::string GpuSlots::probe(MpiTransport&, double, std::byte*, std::byte*) { refuse(); }
 
 Staging::Staging(int, std::size_t) { refuse(); }
 Staging::~Staging() = default;
@@ -35,7 +35,7 @@ void Staging::go_straight(Communicator&, std::shared_ptr<MpiTransport>,
                           const std::shared_ptr<GpuSlots>&, std::uint64_t) {
   refuse();
 }
-std::string Staging::probe(GpuSlots&, MpiTransport&, double) { refuse(); }
+std::string Staging::probe(GpuSlots&, MpiTransport&, double, bool) { refuse(); }
 bool Staging::streams_apart() { refuse(); }
 std::uint64_t Staging::straight_calls() const { refuse(); }
 void Staging::check() { refuse(); }

@@ -54,9 +54,10 @@ class Staging {
   std::uintptr_t make_scratch(std::size_t bytes);
   // Memory for calls of `nranks` ranks that go straight, for a transport among them.
   std::shared_ptr<GpuSlots> make_slots(int nranks);
-  // Why MPI does not take pointers to memory of this GPU while a kernel waits; "" if it does. All
+  // Why MPI does not take pointers to memory of this GPU while a kernel waits; "" if it does.
+  // `strictly`: while a copy into memory of the host that is not pinned waits behind it, too. All
   // ranks of the transport at the same time.
-  std::string probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s);
+  std::string probe(GpuSlots& slots, MpiTransport& mpi, double timeout_s, bool strictly);
   // Makes calls of a communicator, all ranks' or the rail's, go straight from now on if they have
   // `from` bytes or more.
   void go_straight(Communicator& comm, std::shared_ptr<MpiTransport> mpi,

@@ -28,8 +28,11 @@ class GpuSlots final : public SlotMemory {
   void abandon() override;
 
   // Sends words from here and receives them here, to and from ranks 1, 2, 4 ... away, and a
-  // message that fills a slot. Empty, or what went wrong. All ranks at the same time.
-  std::string probe(MpiTransport& mpi, double timeout_s);
+  // message that fills a slot, by way of pinned memory of a slot each. Empty, or what went wrong.
+  // All ranks at the same time.
+  std::string probe(MpiTransport& mpi, double timeout_s, std::byte* out, std::byte* in);
+  // The memory, of which calls may read some.
+  const void* begin() const;
   // `moved` is called when a call has moved on. The memory lives as long as they do.
   static std::unique_ptr<Hands> hands(const std::shared_ptr<GpuSlots>& slots,
                                       std::function<void()> moved);

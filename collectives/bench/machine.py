@@ -135,11 +135,10 @@ def mpi(comm: Communicator) -> dict[str, str]:
         return {name: str(value) for name, value in _core.loaded_mpi().items()}
     if package_version("mpi4py") is None:
         return {"missing": "mpi4py is not installed (pip install collectives[mpi])"}
-    hidden = ("COLLECTIVES_", "OMPI_", "PMIX_", "PMI_")
-    kept = "OMPI_ALLOW_RUN_AS_ROOT"  # without which root's processes do not start alone, either
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(hidden) or k.startswith(kept)
-    }
+    # A launcher's variables are about this process; without one they say how MPI is to work here.
+    launched = any(k in os.environ for k in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK"))
+    hidden = ("COLLECTIVES_", *(("OMPI_", "PMIX_", "PMI_") if launched else ()))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     # A process that is alone has no peers; else Open MPI leaves a segment of 16 MiB in /dev/shm.
     environment["OMPI_MCA_btl"] = "self"
     try:

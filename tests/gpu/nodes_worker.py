@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from cases import Case, check, compositions, registry, sweep
 from mpi4py import MPI
-from on_device import OnDevice, some
+from on_device import EMULATED, OnDevice, some
 
 import collectives as cc
 from collectives import _core, straight
@@ -76,12 +76,19 @@ def large(proxy: OnDevice) -> int:
     return len(wanted)
 
 
+def pinned(count: int) -> np.ndarray[Any, Any]:
+    """Memory of the host that the GPU copies to by itself: for the emulated runtime it all is."""
+    if EMULATED:
+        return np.empty(count, np.float32)
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * count), np.float32, count)
+
+
 def order(proxy: OnDevice) -> None:
     """Calls are put on the stream, which orders them; the host waits for nothing."""
     comm, n = proxy.comm, proxy.size
     count = 5000
     x = device_array(proxy, count)
-    host, got = np.full(count, comm.rank + 1, np.float32), np.empty(count, np.float32)
+    host, got = np.full(count, comm.rank + 1, np.float32), pinned(count)
     with proxy.stream:
         proxy.copy(x.data.ptr, host.ctypes.data, host.nbytes, 1)
         if comm.rank == 0:
@@ -175,9 +182,10 @@ def sizes(proxy: OnDevice) -> int:
     less than STRAIGHT_FROM bytes are staged, and all_to_all that is in place on one rank alone.
     """
     comm, n = proxy.comm, proxy.size
-    core = comm._device.core if comm._device is not None else None
-    assert core is not None
-    done = 0
+    engine: Any = comm._device
+    if not EMULATED and engine.straight.why_not:
+        return 0  # this MPI does not, and the test says so
+    core, done = engine.core, 0
     for turn, count in enumerate((100, 9000, 8191, 8192, 1, 400_000)):
         for collective in ("all_reduce", "broadcast", "all_gather"):
             before = core.straight_calls
@@ -207,6 +215,8 @@ def sizes(proxy: OnDevice) -> int:
 def one_rail(proxy: OnDevice) -> int:
     """What one rail cannot do no rank does: all say why."""
     engine: Any = proxy.comm._device
+    if not EMULATED and "made up" not in engine.straight.why_not:
+        return 0
     assert engine.straight.why_not == "rank 1: made up", engine.straight
     assert "(rank 1: made up)" in proxy.comm.explain("all_reduce", nbytes=1 << 20)
     return rails(proxy)
