@@ -9,7 +9,8 @@
 namespace collectives {
 namespace {
 
-constexpr std::chrono::seconds kWithdrawWithin{1};
+// What MPI can withdraw it does at once; what is on its way already may come to its end meanwhile.
+constexpr std::chrono::milliseconds kWithdrawWithin{100};
 
 Finish finish_of(const Piece& piece, const Call& call, int nranks) {
   Finish finish;
