@@ -136,8 +136,8 @@ class Communicator : public Watch {
   // operands       that they combine at once, at most
   void go_straight(std::shared_ptr<MpiTransport> mpi, std::unique_ptr<Hands> hands,
                    std::uint64_t from, std::size_t scratch_bytes, int operands);
-  // Why a call does not go so, in words; "" if it does. The same on all ranks.
-  std::string why_not_straight(const Call& call, const Options& options);
+  // Does a call go so, for all that all ranks know of it? They have the same answer.
+  bool goes_straight(const Call& call, const Options& options);
   // FIFO channels of a pair that such calls use at most.
   static constexpr int kStraightChannels = 2;
   // Messages that a FIFO holds, on which programs count: every transport holds at least as many.

@@ -56,24 +56,18 @@ std::uint64_t Communicator::straight_segment(const Lowered& low, std::size_t ele
   return most;
 }
 
-std::string Communicator::why_not_straight(const Call& call, const Options& options) {
-  if (straight_ == nullptr) return "MPI takes no pointers to memory of this GPU";
-  if (call.collective == Collective::barrier) return "nothing is sent";
-  if (call.op == Op::premul_sum && reduces(call.collective))
-    return "the factors of premul_sum multiply on the host";
+bool Communicator::goes_straight(const Call& call, const Options& options) {
+  if (straight_ == nullptr || call.collective == Collective::barrier) return false;
+  // Those are multiplied on the host.
+  if (call.op == Op::premul_sum && reduces(call.collective)) return false;
   const std::size_t element = size_of(call.dtype);
   const bool pairs = call.collective == Collective::all_to_all && call.in.is_table();
-  if (!pairs && sign(call, options).count * element < straight_->from)
-    return "small calls take less time with their agreement, or through memory of the host";
+  if (!pairs && sign(call, options).count * element < straight_->from) return false;
   const ProgramKey key{options.algorithm, call.collective, rooted(call.collective) ? call.root : 0,
                        options.order};
   const Lowered& low = lowered_for_straight(key);
-  if (static_cast<int>(low.program->channels.size()) > kStraightChannels)
-    return "the algorithm uses too many channels";
-  if (low.operands > straight_->operands) return "too many vectors are combined at once";
-  if (straight_segment(low, element) == 0)
-    return "COLLECTIVES_STAGING is too small for its messages";
-  return "";
+  return static_cast<int>(low.program->channels.size()) <= kStraightChannels &&
+         low.operands <= straight_->operands && straight_segment(low, element) > 0;
 }
 
 }  // namespace collectives

@@ -251,7 +251,7 @@ class Staging::Turn final : public Communicator::Task {
   // Makes the call on the arrays as they are, if MPI takes them; false if it does not. All ranks of
   // `on` decide alike.
   bool run_straight(Communicator& comm, Communicator& on) {
-    if (!on.why_not_straight(call_, options_).empty()) return false;
+    if (!on.goes_straight(call_, options_)) return false;
     const bool whole = way_ != Way::rail;
     // In place, blocks would come to where others still leave from. (Tables cannot be in place.)
     const bool in_place = whole && call_.collective == Collective::all_to_all &&
