@@ -162,7 +162,7 @@ class Bench:
         return OurStep(Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, **settings))
 
     def turn(self, make: Callable[[], Any], batch: Batch, steps: int, warm: int) -> dict[str, Any]:
-        """Seconds of `steps` steps, peak bytes, and the loss of the first."""
+        """Seconds of `steps` steps, bytes at most and by whom, and the loss of the first."""
         gc.collect()
         if not self.small:
             import cupy
@@ -186,12 +186,17 @@ class Bench:
                 first = float(self.comm.all_reduce(np.array([value]), "avg")[0])
             if not self.small:
                 free.append(torch.cuda.mem_get_info()[0])
-        whole = 0 if self.small else torch.cuda.mem_get_info()[1]
-        getattr(step, "close", lambda: None)()
-        del step
         # Of the device, not of torch's allocator alone: cupy and NCCL have memory of their own.
-        peak = None if self.small else whole - min(free)
-        return {"seconds": seconds, "peak": peak, "loss": first}
+        memory: dict[str, Any] = {"device_peak_bytes": None}
+        if not self.small:
+            memory = {
+                "device_peak_bytes": torch.cuda.mem_get_info()[1] - min(free),
+                "torch_peak_bytes": torch.cuda.max_memory_allocated(),
+                "torch_reserved_bytes": torch.cuda.max_memory_reserved(),
+                "cupy_bytes": cupy.get_default_memory_pool().total_bytes(),
+            }
+        getattr(step, "close", lambda: None)()
+        return {"seconds": seconds, "memory": memory, "loss": first}
 
 
 def main() -> None:
@@ -272,7 +277,6 @@ def compare(found: dict[Turn, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         base = float(np.median([s for turn in alone for s in turn["seconds"]]))
         seconds = [s for turn in had for s in turn["seconds"]]
         median = float(np.median(seconds))
-        peaks = [turn["peak"] for turn in had if turn["peak"] is not None]
         rows.append(
             {
                 "name": name,
@@ -282,7 +286,7 @@ def compare(found: dict[Turn, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                 "turns_ms": [1e3 * float(np.median(turn["seconds"])) for turn in had],
                 "exposed_ms": 1e3 * (median - base),
                 "scaling_efficiency": base / median,
-                "device_peak_bytes": max(peaks, default=None),
+                **max((turn["memory"] for turn in had), key=lambda m: m["device_peak_bytes"] or 0),
                 "first_loss": had[0]["loss"],
                 "steps": len(seconds),
             }

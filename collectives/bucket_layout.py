@@ -7,8 +7,10 @@ reduces them, and shards of the trainer are laid out as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from .array import device_name, dtype_name, native
 from .array.dtypes import ITEM_SIZES
@@ -16,6 +18,7 @@ from .bucket_trace import BucketTimes
 from .errors import ArrayTypeError
 
 if TYPE_CHECKING:
+    from .communicator import Communicator
     from .torch_gradients import Waiting
     from .work import Work
 
@@ -91,6 +94,19 @@ def make_buckets(
             at += count
         buckets.append(Bucket(index, dtype, device, slots))
     return buckets
+
+
+def order_of_rank_0(
+    comm: Communicator, names: Sequence[str], seen: Collection[str], layout: Sequence[str]
+) -> list[str]:
+    """The names in the order in which their gradients became ready on rank 0 (`seen`); those that
+    did not are behind, as in `layout`. Collective.
+    """
+    number = {name: i for i, name in enumerate(names)}
+    late = [n for n in layout if n not in seen]
+    order = np.array([number[n] for n in (*seen, *late)], np.int64)
+    comm.broadcast(order)
+    return [names[i] for i in order]
 
 
 def spec_of(name: str, x: Any, dtype: Any) -> Spec:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .array import empty, release
-from .bucket_layout import Bucket
+from .bucket_layout import Bucket, Slot
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -36,11 +36,14 @@ def trim(comm: Communicator, buckets: Sequence[Bucket]) -> None:
 
 
 class BucketPool:
-    """Buffers for the transient buckets of each dtype and device, as many as are in use at once."""
+    """Buffers for the transient buckets of each dtype and device, as many as are in use at once;
+    and gradients that came before their bucket had one.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.buffers: dict[tuple[str, str], list[Any]] = {}
+        self.held: dict[str, Any] = {}  # gradients by name
         self._buckets: Sequence[Bucket] = ()
         self._turn: dict[int, int] = {}  # bucket -> its number among those of its kind
 
@@ -58,9 +61,9 @@ class BucketPool:
             if [x.size for x in held] != counts:
                 self.buffers[kind] = [memory(self._comm, count, *kind) for count in counts]
 
-    def open(self, bucket: Bucket) -> float | None:
+    def open(self, bucket: Bucket) -> float:
         """Gives a bucket its memory; the seconds that it waited for the bucket that had it before.
-        None if that one is not even launched.
+        If that one is not even launched, the bucket remains without.
         """
         kind = (bucket.dtype, bucket.device)
         buffers = self.buffers[kind]
@@ -69,13 +72,29 @@ class BucketPool:
         if turn >= len(buffers):
             last = self._of(kind)[turn - len(buffers)]
             if last.work is None:
-                return None
+                return 0.0
             began = time.monotonic()
             last.work.wait()
             waited = time.monotonic() - began
             last.buffer = None
         bucket.buffer = buffers[turn % len(buffers)][: bucket.count]
         return waited
+
+    def hold(self, bucket: Bucket, slot: Slot) -> Any:
+        """Memory for a gradient that has none in its bucket yet."""
+        held = self.held[slot.name] = empty(slot.shape, bucket.dtype, bucket.device)
+        return held
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(x.nbytes for x in self.held.values())
+
+    def take_held(self, bucket: Bucket) -> None:
+        """Gradients of a bucket that were held go there, now that it has memory."""
+        for slot in bucket.slots:
+            held = self.held.pop(slot.name, None)
+            if held is not None:
+                bucket.buffer[slot.start : slot.start + slot.length] = held.reshape(-1)
 
     def _of(self, kind: tuple[str, str]) -> list[Bucket]:
         return [b for b in self._buckets if (b.dtype, b.device) == kind]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +84,16 @@ class Waiting:
         if add:
             self._added.add(name)
 
+    def put_all(self, grads: Mapping[str, torch.Tensor], *, add: bool) -> bool:
+        """Takes all gradients of the bucket, in the order of its slots; False if some wait."""
+        if self._grads:
+            return False
+        self._grads.update(grads)
+        self.nbytes = sum(grad.nbytes for grad in grads.values())
+        if add:
+            self._added.update(grads)
+        return True
+
     def flush(self, bucket: Bucket) -> None:
         """Puts all that wait into the bucket's memory, on torch's current stream. What is smaller
         than float32 is added in float32 and rounded once.
@@ -153,6 +163,23 @@ class TorchGradients:
             self.nbytes += waiting.nbytes - before
         elif not grad.numel() or grad.data_ptr() != known.place:  # else it was written in place
             waiting.put(name, grad, add=again)
+
+    def put_all(self, bucket: Bucket, grads: Mapping[str, torch.Tensor], *, again: bool) -> bool:
+        """`put` for all gradients of a bucket, in the order of its slots; False, and nothing done,
+        if they need a closer look.
+        """
+        waiting = bucket.waiting
+        if waiting is None:
+            return False
+        for name, grad in grads.items():
+            known = self._known.get(name)
+            if known is None or not known.like(grad) or grad.data_ptr() == known.place:
+                return False
+        if not waiting.put_all(grads, add=again and self._lasting):
+            return False
+        if not self._lasting:
+            self.nbytes += waiting.nbytes
+        return True
 
     def flush(self, bucket: Bucket) -> None:
         """The gradients of a bucket go there, if it has memory."""

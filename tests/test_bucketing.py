@@ -224,7 +224,7 @@ def test_transient_buckets_share_memory():
             for name in given:
                 wanted = comm.size * (int(name[1:]) + step) + sum(range(comm.size))
                 assert (sums[name] == wanted).all()
-        assert not bucketer._held
+        assert not bucketer._pool.held
         with pytest.raises(cc.UnsupportedError, match="no lasting views"):
             bucketer.view("p1")
         return sum(len(arrays) for arrays in bucketer._pool.buffers.values()), len(bucketer.buckets)

@@ -19,6 +19,7 @@ class There:
     def __init__(self, size: int) -> None:
         self.size, self.dtype = size, np.dtype(np.float32)
         self.device = SimpleNamespace(id=0)
+        self.data = SimpleNamespace(ptr=id(self))
 
     def __getitem__(self, part: slice) -> There:
         return There(len(range(*part.indices(self.size))))
@@ -60,6 +61,8 @@ def test_shards_on_gpus_are_stepped_in_few_turns(
     assert made == [len(turn) for turn in first + second]
     assert stepper._turns_of(frozenset()) is turns
     assert stepper._turns_of(frozenset({"w0"})) is not turns
+    shards[3].grad = There(100)  # elsewhere, as lent memory may be
+    assert stepper._turns_of(frozenset()) is not turns
 
 
 @pytest.mark.parametrize("optimizer", [LAMB(lr=0.1), LARS(lr=0.1)], ids=str)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..array import device_name, dtype_name, empty, native
+from ..array import device_name, dtype_name, native
 from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
 from ..bucket_pool import trim
 from ..bucketing import Bucketer
@@ -28,6 +28,7 @@ from ..gradients import put
 from ..work import ThenWork, Work
 from .batches import joined, micro_batches, samples
 from .gathering import Gatherer
+from .gradient_memory import GradientMemory
 from .gradient_norm import gradient_norm, who_is_not_finite
 from .interrupted import Cause, meet
 from .model import model_of
@@ -227,6 +228,7 @@ class Trainer:
             self.bucketer.siblings.append(gathers)
         if group is not None and group is not comm:
             self.bucketer.siblings.append(group)
+        self._gradients = GradientMemory(own=sharding >= 2 or self._each, lend=self._model.lend)
         self._stepper: Any = Stepper(self.store, self._optimizers, self._number)
         if self._torch is not None:
             from .torch_optimizer import TorchStepper
@@ -285,6 +287,7 @@ class Trainer:
                 clip = self.clip_norm / norm
             self._stepper.step(self.updates, factor, clip / scale, unused)
             self.updates += 1
+        self._gradients.give()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.steps += 1
@@ -317,13 +320,15 @@ class Trainer:
         self._bad.clear()
         # On a GPU the host would have to wait for each gradient to see whether it is finite.
         ready = self.bucketer.ready if self._model.on_gpu else self._ready
+        settled = self._model.on_gpu and not self.bucketer.will_rebuild
+        together = self.bucketer if settled else None
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self._first = i == 0 or not self._each
             reduced = self._each or i == len(parts) - 1
             with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
                 if part is not None:
-                    loss = self._model.run(part, count / total, scale, ready)
+                    loss = self._model.run(part, count / total, scale, ready, together)
                     losses.append((loss, count))
                     if self._gatherer is not None:
                         self._gatherer.end_pass()
@@ -513,12 +518,7 @@ class Trainer:
 
     def _build(self, values: Mapping[str, Any] | None) -> None:
         self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, self.slots)
-        for shard in self.store.shards:
-            if self.sharding < 2:
-                shard.grad = shard.bucket.buffer[shard.low : shard.high]
-            if self.sharding >= 2 or self._each:
-                count = (shard.high - shard.low,)
-                shard.grad = empty(count, shard.bucket.dtype, shard.bucket.device)
+        self._gradients.serve(self.store.shards)
         self._model.bind(self.store, self._gatherer, self._dtype)
         self._stepper.build()
 
@@ -542,6 +542,7 @@ class Trainer:
     def _reduce(self, bucket: Bucket) -> Work:
         """Launches the reduction of a bucket, into this rank's shard."""
         comm = self.comm
+        self._gradients.take()
         shard = self.store.shards[bucket.index]
         # While buckets may still be filled anew, shards are not settled: all get everything. In
         # hybrid sharding all do too: sums within nodes first would be in another order.

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .sharding import Shard
 
 if TYPE_CHECKING:
+    from ..bucket_layout import Bucket
     from .gathering import Gatherer
     from .sharding import Store
 
 Ready = Callable[..., None]  # ready(name, gradient, scale)
+
+
+class Together(Protocol):
+    """Who takes all gradients of a bucket at once; see `Bucketer`."""
+
+    def began(self, bucket: Bucket) -> None:
+        """The first of them is there."""
+
+    def ready_together(self, bucket: Bucket, grads: Sequence[Any]) -> None:
+        """All are, in the order of the bucket's slots."""
+
+
+class Lent(Protocol):
+    """Memory of a model, for as long as it can spare it."""
+
+    def take(self) -> tuple[Any, bool]:
+        """An array of it, 1-d; True if that lies elsewhere than the last one, or is the first."""
+
+    def give(self) -> None:
+        """It is needed no more, once what is on the model's stream by now is done."""
 
 
 class Model(ABC):
@@ -39,10 +60,18 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> Any:
+    def run(
+        self,
+        batch: Any,
+        weight: float,
+        scale: float,
+        ready: Ready,
+        together: Together | None = None,
+    ) -> Any:
         """Forward and backward. Hands `ready` the gradient of every parameter as soon as it is
-        there, times weight and scale. Returns the loss, the mean over the batch: a number, or an
-        array of one, on a GPU perhaps, which is not waited for.
+        there, times weight and scale; or `together`, if there is one, those of a bucket as soon as
+        all are. Returns the loss, the mean over the batch: a number, or an array of one, on a GPU
+        perhaps, which is not waited for.
         """
 
     @abstractmethod
@@ -52,6 +81,10 @@ class Model(ABC):
     @abstractmethod
     def give(self, shard: Shard) -> None:
         """The gathered parameters of a bucket are needed no more."""
+
+    def lend(self, count: int, dtype: str, device: str) -> Lent | None:
+        """Memory for `count` elements; None if the model has none that it needs at times only."""
+        return None
 
     def stream(self) -> AbstractContextManager[None]:
         """In this block what cupy does is ordered with what the model does on a GPU."""

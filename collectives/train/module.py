@@ -22,13 +22,15 @@ from ..array.dtypes import torch_dtype
 from ..errors import CollectiveError
 from ..gradients import listed
 from ..torch_gradients import cupy_follows
+from .arrivals import Arrivals
 from .batches import each_array
 from .holding import check_free, hold, let_go, used_while_empty
-from .model import Model, Ready
+from .model import Lent, Model, Ready, Together
 from .sharding import Shard
 from .torch_arrays import tensor_of
 
 if TYPE_CHECKING:
+    from ..bucket_layout import Bucket
     from .gathering import Gatherer
     from .sharding import Store
 
@@ -61,18 +63,15 @@ class ModuleModel(Model):
         self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
         self._names = {id(p): n for n, p in self._tensors.items()}
         self._ready: Ready | None = None
+        self._together: Together | None = None
         self._done: set[str] = set()  # whose gradient has arrived in this pass
         self._dtype: torch.dtype | None = None
         self._flat: dict[int, _Flat] = {}  # bucket -> its memory under stage 3
         self._owns: list[_Own] = []
         self._gatherer: Gatherer | None = None
         self._store: Store | None = None
-        # Parameters outlive the trainer, and what they hold is beyond Python's collector of cycles.
-        own = weakref.ref(self)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_telling(own, name))
-            for name, parameter in self._tensors.items()
-        ]
+        self._arrivals = Arrivals(self._tensors, self)
+        self._hooks: list[Any] = []  # on modules
         devices = {p.device for p in self._tensors.values() if p.is_cuda}
         self._ordinal = devices.pop().index if devices else None
         self.on_gpu = all(p.is_cuda for p in self._tensors.values())
@@ -138,10 +137,14 @@ class ModuleModel(Model):
             parameter.data = nothing
         flat.untyped_storage().resize_(0)
 
+    def lend(self, count: int, dtype: str, device: str) -> Lent | None:
+        return _Lent(count, dtype, device) if self.on_gpu else None
+
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ordinal is None else cupy_follows(self._ordinal)
 
     def close(self) -> None:
+        self._arrivals.close()
         for hook in self._hooks:
             hook.remove()
         let_go(self._tensors.values(), whole=False)
@@ -156,11 +159,29 @@ class ModuleModel(Model):
 
     # ---- forward and backward ------------------------------------------------------------------
 
-    def run(self, batch: Any, weight: float, scale: float, ready: Ready) -> Any:
-        self._ready = ready
+    def run(
+        self,
+        batch: Any,
+        weight: float,
+        scale: float,
+        ready: Ready,
+        together: Together | None = None,
+    ) -> Any:
+        self._ready, self._together = ready, together
         self._done.clear()
         if self._dtype is not None:
             batch = _cast(batch, self._dtype)
+        assert self._store is not None
+        self._arrivals.begin(None if together is None else self._store.shards)
+        try:
+            loss = self._forward_and_backward(batch, weight * scale)
+            self._arrivals.end()
+        except BaseException:
+            self._arrivals.discard()
+            raise
+        return loss
+
+    def _forward_and_backward(self, batch: Any, factor: float) -> Any:
         try:
             loss = self._loss(self._module, batch)
         except RuntimeError as error:
@@ -168,7 +189,7 @@ class ModuleModel(Model):
             raise
         # What is smaller than float32 would round the weights.
         wide = loss if loss.dtype == torch.float64 else loss.float()
-        (wide * (weight * scale)).backward()
+        (wide * factor).backward()
         return wide.detach()
 
     def _explain(self, error: RuntimeError) -> None:
@@ -189,14 +210,30 @@ class ModuleModel(Model):
         shard, _, length, _ = self._store.owners[name]
         return shard.full is None and length > 0
 
-    def arrived(self, name: str, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter is there."""
-        grad, parameter.grad = parameter.grad, None
-        assert self._ready is not None and grad is not None
-        self._ready(name, grad if grad.is_contiguous() else grad.contiguous())
+    # ---- gradients, told by `Arrivals` -----------------------------------------------------------
+
+    def arrived(self, name: str, grad: torch.Tensor) -> None:
+        assert self._ready is not None
+        self._ready(name, _dense(grad))
+        self._unpin(name, self._bucket(name))
+
+    def began(self, bucket: Bucket) -> None:
+        assert self._together is not None
+        self._together.began(bucket)
+
+    def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
+        assert self._together is not None
+        self._together.ready_together(bucket, [_dense(grad) for grad in grads])
+        if self._gatherer is not None:
+            for slot in bucket.slots:
+                self._unpin(slot.name, bucket.index)
+
+    def _unpin(self, name: str, index: int) -> None:
         if self._gatherer is not None:
             self._done.add(name)
-            self._gatherer.pins[self._bucket(name)].discard(name)
+            self._gatherer.pins[index].discard(name)
+
+    # ---- parameters on demand --------------------------------------------------------------------
 
     def _bucket(self, name: str) -> int:
         assert self._store is not None
@@ -250,6 +287,28 @@ class ModuleModel(Model):
                 gatherer.need(index)
 
 
+class _Lent:
+    """Memory of torch's allocator, which has it for other tensors in between."""
+
+    def __init__(self, count: int, dtype: str, device: str) -> None:
+        self._flat = torch.empty(count, dtype=torch_dtype(torch, dtype), device=device)
+        self._nbytes = self._flat.nbytes
+        self._place = 0
+        self._array: Any = None
+        self.give()
+
+    def take(self) -> tuple[Any, bool]:
+        self._flat.untyped_storage().resize_(self._nbytes)
+        moved = self._flat.data_ptr() != self._place
+        if moved:
+            self._place = self._flat.data_ptr()
+            self._array = native(self._flat)
+        return self._array, moved
+
+    def give(self) -> None:
+        self._flat.untyped_storage().resize_(0)
+
+
 class _Own:
     """The trainable parameters of a module itself, and the buckets that they are in."""
 
@@ -264,15 +323,8 @@ class _Own:
         self.buckets = list(dict.fromkeys(index for _, index in self.places))
 
 
-def _telling(own: weakref.ref[ModuleModel], name: str) -> Callable[[torch.Tensor], None]:
-    """A hook that tells the model, if it is still there, of a gradient."""
-
-    def tell(parameter: torch.Tensor) -> None:
-        model = own()
-        if model is not None:
-            model.arrived(name, parameter)
-
-    return tell
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.is_contiguous() else grad.contiguous()
 
 
 def _copy(x: torch.Tensor) -> Any:

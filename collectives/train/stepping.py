@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..array import device_name, dtype_name, namespace
+from ..gradients import address
 from .fused import Parts, kinds_of, on_gpu
 from .norms import sums_of_squares, whole
 from .optimizers import Optimizer
@@ -111,8 +112,9 @@ class Stepper:
         self._optimizers = optimizers
         self._number = number
         self.missed: dict[str, int] = {}
-        # Of a step with all parameters, by the first shard, with which they go.
-        self._turns: WeakKeyDictionary[Shard, list[_Turn]] = WeakKeyDictionary()
+        # Of a step with all parameters, by the first shard, with which they go; and where gradients
+        # lay then.
+        self._turns: WeakKeyDictionary[Shard, tuple[list[int], list[_Turn]]] = WeakKeyDictionary()
 
     @property
     def lr(self) -> float:
@@ -160,8 +162,10 @@ class Stepper:
         shards = self._store.shards
         if not shards:
             return []
-        if not unused and shards[0] in self._turns:
-            return self._turns[shards[0]]
+        places = [address(shard.grad) for shard in shards]
+        known = self._turns.get(shards[0])
+        if not unused and known is not None and known[0] == places:
+            return known[1]
         there = [on_gpu(shard.master, shard.grad) for shard in shards]
         travel = self._store.comm is not None and self._store.stage < 3
         each = sum(shard.bucket.count for shard in shards) / (_TURNS if travel else 1)
@@ -178,7 +182,7 @@ class Stepper:
             for turn in numbers
         ]
         if not unused:
-            self._turns[shards[0]] = turns
+            self._turns[shards[0]] = places, turns
         return turns
 
     def _on_host(self, shard: Shard, part: _Run, how: _How) -> None:

@@ -11,7 +11,7 @@ import torch
 from ..array import dtype_name, native
 from ..errors import UnsupportedError
 from .precision import wide_dtype
-from .sharding import Piece, Store, host
+from .sharding import Piece, Shard, Store, host
 from .torch_arrays import tensor_of
 
 # They step every element by itself, so they may be given any part of a parameter.
@@ -68,7 +68,7 @@ class TorchStepper:
         self._about = about
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._dtypes: dict[str, Any] = {}
-        self._pieces: list[tuple[Piece, Any, Any]] = []  # with its tensor and gradient
+        self._pieces: list[tuple[Shard, Piece, Any]] = []  # with its tensor
         self._factor = 1.0  # of the learning rate, in the last step
         self.missed: dict[str, int] = {}  # torch counts the steps of each parameter itself
 
@@ -86,9 +86,8 @@ class TorchStepper:
             shape = self._store.owners[piece.name][3]
             flat = tensor_of(shard.master[piece.low : piece.high])
             tensor = (flat if self._store.stage else flat.view(shape)).requires_grad_()
-            grad = shard.grad[piece.low : piece.high]
             self._dtypes[piece.name] = shard.master.dtype
-            self._pieces.append((piece, tensor, grad))
+            self._pieces.append((shard, piece, tensor))
             found.setdefault(piece.name, []).append(tensor)
         self._optimizer.state.clear()
         for group, names in zip(self._optimizer.param_groups, self._about.names, strict=True):
@@ -100,9 +99,10 @@ class TorchStepper:
             self._factor = factor
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
-        for piece, tensor, grad in self._pieces:
+        for shard, piece, tensor in self._pieces:
             tensor.grad = None
             if piece.name not in unused:
+                grad = shard.grad[piece.low : piece.high]
                 dtype = self._dtypes[piece.name]
                 here = host(grad) if self._store.offload else grad
                 wide = here.astype(wide_dtype(dtype_name(dtype)))
@@ -124,7 +124,7 @@ class TorchStepper:
         """
         arrays: dict[str, Any] = {}
         kept: dict[str, dict[str, Any]] = {}
-        for piece, tensor, _ in self._pieces:
+        for _, piece, tensor in self._pieces:
             numbers, keys = {}, []
             for key, x in self._optimizer.state.get(tensor, {}).items():
                 if x is None:
@@ -155,7 +155,7 @@ class TorchStepper:
         for group, rate in zip(self._optimizer.param_groups, about["rates"], strict=True):
             group["lr"] = rate
         self._optimizer.state.clear()
-        for piece, tensor, _ in self._pieces:
+        for _, piece, tensor in self._pieces:
             kept = about["parameters"].get(piece.name)
             if kept is None:
                 continue

@@ -1,0 +1,276 @@
+"""Gradients of a module that are handed over bucket by bucket, once their order is known."""
+
+from __future__ import annotations
+
+import models
+import numpy as np
+import pytest
+
+import collectives as cc
+from collectives.bucket_layout import Bucket, Slot
+from collectives.train import SGD, Trainer
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+WIDTH = 6
+
+
+class Listener:
+    """Notes what it is told: the names of single gradients, numbers of buckets."""
+
+    def __init__(self):
+        self.told = []
+
+    def arrived(self, name, grad):
+        self.told.append(name)
+
+    def began(self, bucket):
+        self.told.append(("began", bucket.index))
+
+    def filled(self, bucket, grads):
+        assert [tuple(g.shape) for g in grads] == [slot.shape for slot in bucket.slots]
+        self.told.append(("filled", bucket.index))
+
+    def heard(self):
+        told, self.told = self.told, []
+        return told
+
+
+class Shard:
+    def __init__(self, index, names):
+        slots = [Slot(name, 0, WIDTH, (WIDTH,)) for name in names]
+        self.bucket = Bucket(index, "float32", "cpu", slots)
+
+
+def chain(parameters, names):
+    """A sum whose gradients come in the order of `names`."""
+    x = torch.ones(WIDTH)
+    for name in reversed(names):
+        x = torch.tanh(x * parameters[name])
+    return x.sum()
+
+
+@pytest.fixture
+def four():
+    from collectives.train.arrivals import Arrivals
+
+    parameters = {name: torch.nn.Parameter(torch.ones(WIDTH)) for name in "abcd"}
+    listener = Listener()
+    arrivals = Arrivals(parameters, listener)
+    shards = [Shard(0, "ab"), Shard(1, "dc")]
+
+    def passed(names, shards=shards):
+        arrivals.begin(shards)
+        chain(parameters, names).backward()
+        arrivals.end()
+        assert all(p.grad is None for p in parameters.values())
+        return listener.heard()
+
+    return parameters, arrivals, listener, passed, shards
+
+
+FIRST = ["a", "b", "c", "d"]
+GROUPED = [("began", 0), ("filled", 0), ("began", 1), ("filled", 1)]
+
+
+def test_buckets_are_handed_over_once_an_order_is_known(four):
+    _, arrivals, _, passed, _ = four
+    assert passed("abcd") == FIRST
+    assert passed("abcd") == GROUPED
+    assert passed("abcd") == GROUPED
+    arrivals.close()
+    assert passed_nothing(four)
+
+
+def passed_nothing(four):
+    parameters, _, listener, _, _ = four
+    chain(parameters, "abcd").backward()
+    for p in parameters.values():
+        assert p.grad is not None
+        p.grad = None
+    return listener.heard() == []
+
+
+def test_without_buckets_each_is_told(four):
+    _, _, _, passed, shards = four
+    assert passed("abcd", None) == FIRST
+    assert passed("abcd", None) == FIRST
+    assert passed("abcd", shards) == GROUPED
+    assert passed("abcd", None) == FIRST
+
+
+def test_other_buckets(four):
+    _, _, _, passed, _ = four
+    passed("abcd")
+    passed("abcd")
+    assert passed("abcd", [Shard(0, "abc"), Shard(1, "d")]) == [
+        ("began", 0), ("filled", 0), ("filled", 1)
+    ]  # fmt: skip
+
+
+def test_a_pass_in_another_order(four):
+    """The last one of bucket 0 comes first: what is there is told, and the rest one by one."""
+    _, _, _, passed, _ = four
+    passed("abcd")
+    assert passed("bacd") == ["b", "a", "c", "d"]
+    assert passed("bacd") == ["b", "a", "c", "d"]  # seen from end to end
+    assert passed("bacd") == GROUPED
+
+
+def test_a_gradient_that_does_not_come(four):
+    _, _, _, passed, _ = four
+    passed("abcd")
+    assert passed("acd") == [("began", 0), ("began", 1), ("filled", 1), "a"]
+    assert passed("acd") == ["a", "c", "d"]  # not all have come, so there is no order
+    assert passed("abcd") == FIRST
+
+
+def test_after_three_departures_each_is_told(four):
+    _, _, _, passed, _ = four
+    for _ in range(3):
+        passed("abcd")
+        assert passed("abcd") == GROUPED
+        passed("acd")  # noticed at the end
+    for _ in range(3):
+        assert passed("abcd") == FIRST
+
+
+def test_a_gradient_that_comes_twice(four):
+    """Before its bucket is handed over torch adds it up; after that the listener hears of it."""
+    parameters, arrivals, listener, passed, shards = four
+    passed("abcd")
+    arrivals.begin(shards)
+    chain(parameters, "a").backward()
+    chain(parameters, "abcd").backward()
+    chain(parameters, "c").backward()
+    arrivals.end()
+    assert listener.heard() == [("began", 0), ("began", 0), *GROUPED[1:], ("began", 1), "c"]
+    assert all(p.grad is None for p in parameters.values())
+
+
+def test_a_pass_that_is_given_up_leaves_nothing(four):
+    parameters, arrivals, listener, passed, shards = four
+    passed("abcd")
+    arrivals.begin(shards)
+    chain(parameters, "ac").backward()
+    arrivals.discard()
+    listener.heard()
+    assert passed("abcd") == GROUPED
+
+
+class Layers(torch.nn.Module):
+    """Layers in an order that the batch tells, and one that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x, order):
+        x = torch.tanh(self.layers[0](x))
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return self.layers[0](x)
+
+
+def loss(net, batch):
+    return net(batch[0], batch[1][0].tolist()).square().mean()
+
+
+def as_if(on_gpu, net):
+    """A model that does what it does on GPUs: on the host each gradient is looked at, if it is
+    finite, as it comes.
+    """
+    from collectives.train.module import ModuleModel
+
+    model = ModuleModel(net, loss)
+    model.on_gpu = on_gpu
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("orders", ["one", "many", "unused"])
+def test_bits_do_not_depend_on_how_gradients_are_told(stage, orders):
+    torch.manual_seed(0)
+    state = Layers().state_dict()
+
+    def order(step):
+        if orders == "one":
+            return [1, 2, 3, 4]
+        drawn = np.random.default_rng(step).permutation([1, 2, 3, 4]).tolist()
+        if orders == "many":
+            return drawn
+        return [1, 2, 3, 4] if step % 3 == 0 else [drawn[0], *drawn[:3]]  # one is left out
+
+    def body(comm):
+        results, grouped = [], []
+        for together in (False, True):
+            net = Layers()
+            net.load_state_dict(state)
+            trainer = Trainer(
+                as_if(together, net), SGD(lr=0.1, momentum=0.9), comm, sharding=stage, accumulate=2,
+                find_unused=orders == "unused", bucket_bytes=600, first_bucket_bytes=300,
+                clip_norm=0.5,
+            )  # fmt: skip
+            count = 0
+            inner = trainer.bucketer.ready_together
+
+            def counted(bucket, grads, inner=inner):
+                nonlocal count
+                count += 1
+                inner(bucket, grads)
+
+            trainer.bucketer.ready_together = counted
+            for step in range(8):
+                random = np.random.default_rng([step, comm.rank])
+                rows = torch.from_numpy(random.standard_normal((4, 8)).astype(np.float32))
+                # All ranks go one way in a step: stage 3 wants that.
+                trainer.step((rows, torch.tensor([order(step)] * 4)))
+            results.append(models.bits(trainer.parameters()))
+            grouped.append(count)
+            trainer.close()
+        return results, grouped
+
+    for (one, other), (never, often) in cc.run_threads(2, body, timeout=60):
+        assert one == other
+        assert never == 0
+        assert often > 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", [SGD, torch.optim.SGD])
+@pytest.mark.parametrize("every", ["step", "micro-batch"])
+def test_gradients_have_memory_while_a_step_lasts(stage, how, every):
+    """It lies elsewhere in every step here; bits are those of memory that stays."""
+    torch.manual_seed(0)
+    state = Layers().state_dict()
+
+    def body(comm):
+        results = []
+        for lent in (False, True):
+            net = Layers()
+            net.load_state_dict(state)
+            optimizer = SGD(lr=0.1) if how is SGD else torch.optim.SGD(net.parameters(), lr=0.1)
+            trainer = Trainer(
+                as_if(lent, net), optimizer, comm, sharding=stage, accumulate=2,
+                reduce_every=every, bucket_bytes=600, first_bucket_bytes=300,
+            )  # fmt: skip
+            pieces = [piece for piece, _ in trainer._gradients._lent]
+            assert len(pieces) == lent
+            places, kept = set(), []
+            for step in range(4):
+                random = np.random.default_rng([step, comm.rank])
+                rows = torch.from_numpy(random.standard_normal((4, 8)).astype(np.float32))
+                trainer.step((rows, torch.tensor([[1, 2, 3, 4]] * 4)))
+                for piece in pieces:
+                    assert piece._flat.untyped_storage().nbytes() == 0
+                    places.add(piece._place)
+                    # What was free is taken, so the next step's is elsewhere.
+                    kept += [torch.empty(piece._nbytes, dtype=torch.uint8) for _ in range(3)]
+            assert len(places) > 1 or not lent
+            results.append(models.bits(trainer.parameters()))
+            trainer.close()
+        return results
+
+    for one, other in cc.run_threads(2, body, timeout=60):
+        assert one == other
