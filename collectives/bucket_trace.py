@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -215,15 +214,19 @@ def write_events(comm: Communicator, events: list[dict[str, Any]], path: str | P
     on_rank_0(comm, "write the trace", write)
 
 
-@contextlib.contextmanager
-def nvtx_range(device: str, text: str) -> Iterator[None]:
-    """A range that Nsight Systems shows, for work on a GPU; nothing on the host."""
-    if device == "cpu":
-        yield
-        return
-    nvtx = sys.modules["cupy"].cuda.nvtx
-    nvtx.RangePush(text)
-    try:
-        yield
-    finally:
-        nvtx.RangePop()
+class NvtxRange:
+    """In this block Nsight Systems shows a range, for work on a GPU; nothing on the host."""
+
+    __slots__ = ("_nvtx", "_text")
+
+    def __init__(self, device: str, text: str) -> None:
+        self._nvtx = None if device == "cpu" else sys.modules["cupy"].cuda.nvtx
+        self._text = text
+
+    def __enter__(self) -> None:
+        if self._nvtx is not None:
+            self._nvtx.RangePush(self._text)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._nvtx is not None:
+            self._nvtx.RangePop()

@@ -48,7 +48,7 @@ from .bucket_layout import (
     spec_of,
 )
 from .bucket_pool import BucketPool, memory
-from .bucket_trace import BucketTimes, Statistics, Trace, nvtx_range, write_events
+from .bucket_trace import BucketTimes, NvtxRange, Statistics, Trace, write_events
 from .bucket_usage import Usage
 from .errors import (
     ENDINGS,
@@ -229,8 +229,9 @@ class Bucketer:
         bucket.times.first = bucket.times.first or time.monotonic()
 
     def ready_together(self, bucket: Bucket, grads: Sequence[Any]) -> None:
-        """`ready` for all gradients of a bucket at once, in the order of its slots. For tensors of
-        torch on a GPU, if they are like the ones before, it costs the host little more than one.
+        """`ready` for all gradients of a bucket at once, in the order of its slots, if they are as
+        torch's autograd leaves them: like their parameters. For tensors on a GPU it costs the host
+        little more than one `ready`.
         """
         self.began(bucket)
         named = {slot.name: grad for slot, grad in zip(bucket.slots, grads, strict=True)}
@@ -553,7 +554,7 @@ class Bucketer:
                 self._torch.flush(bucket)
             self._pool.take_held(bucket)
         bucket.times.launched = time.monotonic()
-        with nvtx_range(bucket.device, f"bucket {bucket.index}"):
+        with NvtxRange(bucket.device, f"bucket {bucket.index}"):
             bucket.work = self._reduce(bucket)
 
     def _fill_missing(self, absent: bool) -> dict[str, Any]:

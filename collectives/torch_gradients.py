@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,16 +166,10 @@ class TorchGradients:
 
     def put_all(self, bucket: Bucket, grads: Mapping[str, torch.Tensor], *, again: bool) -> bool:
         """`put` for all gradients of a bucket, in the order of its slots; False, and nothing done,
-        if they need a closer look.
+        if some of them wait already. They are like their parameters: torch has seen to that.
         """
         waiting = bucket.waiting
-        if waiting is None:
-            return False
-        for name, grad in grads.items():
-            known = self._known.get(name)
-            if known is None or not known.like(grad) or grad.data_ptr() == known.place:
-                return False
-        if not waiting.put_all(grads, add=again and self._lasting):
+        if waiting is None or not waiting.put_all(grads, add=again and self._lasting):
             return False
         if not self._lasting:
             self.nbytes += waiting.nbytes
@@ -201,16 +195,32 @@ class TorchGradients:
 
     def stream(self) -> contextlib.AbstractContextManager[None]:
         """What cupy does in this block is ordered with what torch does."""
-        return cupy_follows(self._ordinal)
+        return CupyFollows(self._ordinal)
 
 
-@contextlib.contextmanager
-def cupy_follows(ordinal: int) -> Iterator[None]:
+_streams: dict[tuple[int, int], Any] = {}  # of cupy, by handles of torch's and their GPUs
+
+
+class CupyFollows:
     """In this block cupy's current stream is torch's current stream of GPU `ordinal`."""
-    cuda = sys.modules["cupy"].cuda
-    stream = current_stream(ordinal)
-    if cuda.get_current_stream().ptr == stream:
-        yield
-        return
-    with cuda.ExternalStream(stream, ordinal):
-        yield
+
+    __slots__ = ("_ordinal", "_stream")
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._stream: Any = None
+
+    def __enter__(self) -> None:
+        handle = current_stream(self._ordinal)
+        cuda = sys.modules["cupy"].cuda
+        if cuda.get_current_stream().ptr == handle:
+            return
+        key = handle, self._ordinal
+        if key not in _streams:
+            _streams[key] = cuda.ExternalStream(*key)
+        self._stream = _streams[key]
+        self._stream.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*raised)

@@ -12,7 +12,7 @@ import pytest
 from worlds import outcomes
 
 import collectives as cc
-from collectives.bucket_trace import nvtx_range
+from collectives.bucket_trace import NvtxRange
 from collectives.bucketing import Bucketer, make_buckets
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (0, 4), "e": (700,), "f": (17, 2)}
@@ -465,10 +465,10 @@ def test_buckets_on_gpus_are_ranges_of_nvtx(monkeypatch):
     nvtx = types.SimpleNamespace(RangePush=told.append, RangePop=lambda: told.append("pop"))
     cuda = types.SimpleNamespace(nvtx=nvtx)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
-    with nvtx_range("cpu", "bucket 0"):
+    with NvtxRange("cpu", "bucket 0"):
         pass
     assert told == []
-    with pytest.raises(KeyError), nvtx_range("cuda:0", "bucket 1"):
+    with pytest.raises(KeyError), NvtxRange("cuda:0", "bucket 1"):
         raise KeyError
     assert told == ["bucket 1", "pop"]
 

@@ -21,7 +21,7 @@ from ..array import native
 from ..array.dtypes import torch_dtype
 from ..errors import CollectiveError
 from ..gradients import listed
-from ..torch_gradients import cupy_follows
+from ..torch_gradients import CupyFollows
 from .arrivals import Arrivals
 from .batches import each_array
 from .holding import check_free, hold, let_go, used_while_empty
@@ -141,7 +141,7 @@ class ModuleModel(Model):
         return _Lent(count, dtype, device) if self.on_gpu else None
 
     def stream(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ordinal is None else cupy_follows(self._ordinal)
+        return nullcontext() if self._ordinal is None else CupyFollows(self._ordinal)
 
     def close(self) -> None:
         self._arrivals.close()
