@@ -243,6 +243,24 @@ def everything(runs: list[Run], wanted: Kind = HOST) -> list[str]:
     return lines[:-1] if lines else [wanted.none]
 
 
+# Times of bench/nodes_gpu.py that are told, in words.
+NODES_GPU = {
+    "gpu": "GPU arrays",
+    "waited": "each waited for",
+    "host": "ours, host arrays",
+    "mpi": "MPI, host arrays",
+    "wire": "bare messages",
+}
+NODES_GPU_STRAIGHT = {
+    "gpu": "GPU arrays, staged",
+    "straight": "straight",
+    "mpi": "MPI, host arrays",
+    "mpi gpu": "MPI, GPU arrays",
+    "wire": "bare messages",
+    "wire gpu": "bare messages of GPUs",
+}
+
+
 def between_nodes(folder: Path) -> list[str]:
     """The tables of arrays on GPUs between nodes, by bench/nodes_gpu.py. Raises ValueError for
     wrong results.
@@ -258,14 +276,16 @@ def between_nodes(folder: Path) -> list[str]:
             by_collective.setdefault(row["collective"], []).append(row)
         header = content["header"]
         for collective, rows in by_collective.items():
+            columns = NODES_GPU_STRAIGHT if "straight" in rows[0]["times"] else NODES_GPU
             head = [f"{collective}, {len(header['machine']['gpus'])} nodes"]
-            head += ["GPU arrays (µs)", "each waited for (µs)", "ours, host arrays (µs)"]
-            head += ["MPI, host arrays (µs)", "bare messages (µs)", "MPI, host ÷ GPU arrays"]
+            head += [f"{words} (µs)" for words in columns.values()]
+            ours = "straight" if "straight" in columns else "gpu"
+            head.append(f"MPI, host ÷ {columns[ours]}")
             body = []
             for row in rows:
                 us = {name: of["us"] for name, of in row["times"].items()}
-                cells = [time(us[name]) for name in ("gpu", "waited", "host", "mpi", "wire")]
-                body.append([size(row["bytes"]), *cells, f"{us['mpi'] / us['gpu']:.2f}"])
+                cells = [time(us[name]) for name in columns]
+                body.append([size(row["bytes"]), *cells, f"{us['mpi'] / us[ours]:.2f}"])
             lines += [*table(head, body), ""]
         made.append(f"- {path.stem}: {header['versions']['mpi']}; {machine(header)}")
     return lines + made or [NODES_GPU_NONE]
