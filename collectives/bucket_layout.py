@@ -56,9 +56,13 @@ class Bucket:
         self.count = sum(slot.length for slot in slots)
         self.nbytes = self.count * ITEM_SIZES[dtype]
         self.buffer: Any = None  # 1-d; None while a transient bucket has none
-        self.missing = len(slots)
-        self.work: Work | None = None
         self.waiting: Waiting | None = None  # gradients of torch that go in together
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins: nothing is there, and nothing launched."""
+        self.missing = len(self.slots)
+        self.work: Work | None = None
         self.times = BucketTimes()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .array import empty, release
 from .bucket_layout import Bucket, Slot
+from .lent_memory import Lend, Pieces
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -40,9 +42,10 @@ class BucketPool:
     and gradients that came before their bucket had one.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, lend: Lend) -> None:
         self._comm = comm
-        self.buffers: dict[tuple[str, str], list[Any]] = {}
+        self._lend = lend
+        self._pieces: dict[tuple[str, str], Pieces] = {}
         self.held: dict[str, Any] = {}  # gradients by name
         self._buckets: Sequence[Bucket] = ()
         self._turn: dict[int, int] = {}  # bucket -> its number among those of its kind
@@ -57,28 +60,35 @@ class BucketPool:
             places = min(_POOL, len(same))
             # Each is as large as the buckets that it serves need: one may be far beyond the rest.
             counts = [max(b.count for b in same[i::places]) for i in range(places)]
-            held = self.buffers.get(kind, [])
-            if [x.size for x in held] != counts:
-                self.buffers[kind] = [memory(self._comm, count, *kind) for count in counts]
+            held = self._pieces.get(kind)
+            if held is None or held.counts != counts:
+                make = partial(memory, self._comm)
+                self._pieces[kind] = Pieces(counts, kind, self._lend, make)
 
     def open(self, bucket: Bucket) -> float:
         """Gives a bucket its memory; the seconds that it waited for the bucket that had it before.
         If that one is not even launched, the bucket remains without.
         """
         kind = (bucket.dtype, bucket.device)
-        buffers = self.buffers[kind]
+        pieces = self._pieces[kind]
         turn = self._turn[bucket.index]
         waited = 0.0
-        if turn >= len(buffers):
-            last = self._of(kind)[turn - len(buffers)]
+        if turn >= len(pieces.counts):
+            last = self._of(kind)[turn - len(pieces.counts)]
             if last.work is None:
                 return 0.0
             began = time.monotonic()
             last.work.wait()
             waited = time.monotonic() - began
             last.buffer = None
-        bucket.buffer = buffers[turn % len(buffers)][: bucket.count]
+        pieces.take()
+        bucket.buffer = pieces.arrays[turn % len(pieces.counts)][: bucket.count]
         return waited
+
+    def rest(self) -> None:
+        """What was lent is needed no more: the current stream has waited for all reductions."""
+        for pieces in self._pieces.values():
+            pieces.give()
 
     def hold(self, bucket: Bucket, slot: Slot) -> Any:
         """Memory for a gradient that has none in its bucket yet."""

@@ -21,8 +21,6 @@ Gradients on a GPU are reduced on a stream beside the caller's, which is cupy's 
 torch's where the gradients are tensors of torch. `finish` makes that stream wait, and the host not:
 what went wrong raises at the next call, or in `comm.synchronize()`. Tensors of torch are kept until
 their bucket is full, and copied there together; hand them over, and write them no more.
-
-To join many small arrays without a model, use `comm.group()`.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from .bucket_layout import (
     spec_of,
 )
 from .bucket_pool import BucketPool, memory
-from .bucket_trace import BucketTimes, NvtxRange, Statistics, Trace, write_events
+from .bucket_trace import NvtxRange, Statistics, Trace, write_events
 from .bucket_usage import Usage
 from .errors import (
     ENDINGS,
@@ -60,6 +58,7 @@ from .errors import (
     did_you_mean,
 )
 from .gradients import address, listed, misfit, put
+from .lent_memory import Lend
 from .side_stream import SideStreams
 from .work import Work
 
@@ -85,6 +84,7 @@ class Bucketer:
                         ready on rank 0
     layout              names in the order in which buckets are filled, instead of the reverse
     transient           buckets have memory only while they are filled and reduced
+    lend                lends memory for transient buckets during a pass
     reduce              launches the reduction of a bucket and returns its Work, in place of an
                         all_reduce
     trace               keep the times of all steps, not only of the last
@@ -107,6 +107,7 @@ class Bucketer:
         rebuild: bool = True,
         layout: Sequence[str] | None = None,
         transient: bool = False,
+        lend: Lend = lambda *_: None,
         reduce: Callable[[Bucket], Work] | None = None,
         trace: bool = False,
     ) -> None:
@@ -148,7 +149,7 @@ class Bucketer:
         self.side = SideStreams()
         self._torch: TorchGradients | None = None
         self.rebuilt = False  # True once buckets were filled anew
-        self._pool = BucketPool(comm)
+        self._pool = BucketPool(comm, lend)
         self._sync = True
         self._running = False  # between the first ready and the end of finish
         self._seen: dict[str, None] = {}  # ready in this pass, in order
@@ -326,6 +327,7 @@ class Bucketer:
             self._part(bucket, slot)[...] = kept[name]
         self._running = False
         self._touched.clear()
+        self._pool.rest()
         if self._rebuild:
             self._rebuild = False
             self._fill_anew()
@@ -423,9 +425,7 @@ class Bucketer:
         self._seen = {}
         self._next = 0
         for bucket in self.buckets:
-            bucket.missing = len(bucket.slots)
-            bucket.work = None
-            bucket.times = BucketTimes()
+            bucket.begin()
             if self._transient:
                 bucket.buffer = None
         if self._sync and self._usage.usual is not None:

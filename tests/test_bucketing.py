@@ -227,7 +227,8 @@ def test_transient_buckets_share_memory():
         assert not bucketer._pool.held
         with pytest.raises(cc.UnsupportedError, match="no lasting views"):
             bucketer.view("p1")
-        return sum(len(arrays) for arrays in bucketer._pool.buffers.values()), len(bucketer.buckets)
+        (pieces,) = bucketer._pool._pieces.values()
+        return len(pieces.arrays), len(bucketer.buckets)
 
     assert cc.run_threads(2, body, timeout=20) == [(3, 12)] * 2
 

@@ -240,7 +240,7 @@ def test_bits_do_not_depend_on_how_gradients_are_told(stage, orders):
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("how", [SGD, torch.optim.SGD])
 @pytest.mark.parametrize("every", ["step", "micro-batch"])
-def test_gradients_have_memory_while_a_step_lasts(stage, how, every):
+def test_gradients_and_buckets_have_memory_while_a_step_lasts(stage, how, every):
     """It lies elsewhere in every step here; bits are those of memory that stays."""
     torch.manual_seed(0)
     state = Layers().state_dict()
@@ -255,8 +255,10 @@ def test_gradients_have_memory_while_a_step_lasts(stage, how, every):
                 as_if(lent, net), optimizer, comm, sharding=stage, accumulate=2,
                 reduce_every=every, bucket_bytes=600, first_bucket_bytes=300,
             )  # fmt: skip
-            pieces = [piece for piece, _ in trainer._gradients._lent]
-            assert len(pieces) == lent
+            pools = trainer.bucketer._pool._pieces.values()
+            pieces = [p._lent for p, _ in trainer._gradients._shards] + [p._lent for p in pools]
+            pieces = [piece for piece in pieces if piece is not None]
+            assert len(pieces) == 2 * lent
             places, kept = set(), []
             for step in range(4):
                 random = np.random.default_rng([step, comm.rank])
@@ -267,7 +269,7 @@ def test_gradients_have_memory_while_a_step_lasts(stage, how, every):
                     places.add(piece._place)
                     # What was free is taken, so the next step's is elsewhere.
                     kept += [torch.empty(piece._nbytes, dtype=torch.uint8) for _ in range(3)]
-            assert len(places) > 1 or not lent
+            assert len(places) > 2 or not lent
             results.append(models.bits(trainer.parameters()))
             trainer.close()
         return results

@@ -216,6 +216,7 @@ class Trainer:
             static_graph=static_graph,
             rebuild=sharding < 2,
             transient=sharding >= 2,
+            lend=self._model.lend,
             reduce=self._reduce,
             trace=trace,
         )

@@ -8,35 +8,29 @@ activations go.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from ..array import empty
+from ..lent_memory import Lend, Pieces
 from .sharding import Shard
-
-if TYPE_CHECKING:
-    from .model import Lent
-
-_ALIGNED = 256  # elements: where a shard may begin
 
 
 class GradientMemory:
     """Sets `grad` of shards.
 
     own   they have memory of their own
-    lend  lend(elements, dtype, device) is memory of the model, None if it has none to lend
+    lend  lends it
     """
 
-    def __init__(self, *, own: bool, lend: Callable[[int, str, str], Lent | None]) -> None:
+    def __init__(self, *, own: bool, lend: Lend) -> None:
         self._own = own
         self._lend = lend
-        self._lent: list[tuple[Lent, list[Shard]]] = []
-        self._there = False
+        self._shards: list[tuple[Pieces, list[Shard]]] = []
 
     def serve(self, shards: Sequence[Shard]) -> None:
         """From now on these are the shards."""
-        self._lent, self._there = [], False
+        self._shards = []
         kinds: dict[tuple[str, str], list[Shard]] = {}
         for shard in shards:
             if self._own:
@@ -44,32 +38,23 @@ class GradientMemory:
             else:
                 shard.grad = shard.bucket.buffer[shard.low : shard.high]
         for kind, alike in kinds.items():
-            # In one piece: what is free for it in one step should be in the next.
-            lent = self._lend(sum(map(_room, alike)), *kind)
-            if lent is not None:
-                self._lent.append((lent, alike))
-                continue
-            for shard in alike:
-                shard.grad = empty((shard.high - shard.low,), *kind)
+            counts = [shard.high - shard.low for shard in alike]
+            pieces = Pieces(counts, kind, self._lend, empty)
+            self._shards.append((pieces, alike))
+            _spread(pieces.arrays, alike)
 
     def take(self) -> None:
         """A reduction is about to begin, perhaps the first of the step."""
-        if self._there:
-            return
-        self._there = True
-        for lent, shards in self._lent:
-            whole, moved = lent.take()
-            at = 0
-            for shard in shards if moved else ():
-                shard.grad = whole[at : at + shard.high - shard.low]
-                at += _room(shard)
+        for pieces, shards in self._shards:
+            if pieces.take():
+                _spread(pieces.arrays, shards)
 
     def give(self) -> None:
         """The step is over, and gradients are needed no more."""
-        self._there = False
-        for lent, _ in self._lent:
-            lent.give()
+        for pieces, _ in self._shards:
+            pieces.give()
 
 
-def _room(shard: Shard) -> int:
-    return math.ceil((shard.high - shard.low) / _ALIGNED) * _ALIGNED
+def _spread(arrays: Sequence[Any], shards: Sequence[Shard]) -> None:
+    for shard, array in zip(shards, arrays, strict=False):  # none yet, where they are lent
+        shard.grad = array

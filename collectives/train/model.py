@@ -11,6 +11,7 @@ from .sharding import Shard
 
 if TYPE_CHECKING:
     from ..bucket_layout import Bucket
+    from ..lent_memory import Lent
     from .gathering import Gatherer
     from .sharding import Store
 
@@ -25,16 +26,6 @@ class Together(Protocol):
 
     def ready_together(self, bucket: Bucket, grads: Sequence[Any]) -> None:
         """All are, in the order of the bucket's slots."""
-
-
-class Lent(Protocol):
-    """Memory of a model, for as long as it can spare it."""
-
-    def take(self) -> tuple[Any, bool]:
-        """An array of it, 1-d; True if that lies elsewhere than the last one, or is the first."""
-
-    def give(self) -> None:
-        """It is needed no more, once what is on the model's stream by now is done."""
 
 
 class Model(ABC):

@@ -25,12 +25,13 @@ from ..torch_gradients import CupyFollows
 from .arrivals import Arrivals
 from .batches import each_array
 from .holding import check_free, hold, let_go, used_while_empty
-from .model import Lent, Model, Ready, Together
+from .model import Model, Ready, Together
 from .sharding import Shard
 from .torch_arrays import tensor_of
 
 if TYPE_CHECKING:
     from ..bucket_layout import Bucket
+    from ..lent_memory import Lent
     from .gathering import Gatherer
     from .sharding import Store
 
