@@ -81,17 +81,18 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   const u32 packets = nranks <= 2 ? 512 << 10 : 256 << 10;
   const u32 lines = nranks <= 4 ? 4 << 20 : nranks <= 8 ? 2 << 20 : 1 << 20;
   const auto aligned = [](u64 bytes) { return (bytes + 4095) / 4096 * 4096; };
+  const u64 peers = static_cast<u64>(nranks) - 1;  // only sends and receives go to oneself too
   Geometry g;
   g.strands = strands;
   g.slot_bytes = slot;
   g.packet_units = packets / 8;
   g.controls = aligned(sizeof(State));
   g.slots = g.controls + aligned(sizeof(FifoControl) * nranks * strands);
-  g.packets = g.slots + u64(nranks) * strands * kDepth * g.slot_bytes;
+  g.packets = g.slots + peers * strands * kDepth * g.slot_bytes;
   // Of the links, NVLink alone keeps lines whole.
   g.lines_each = home == Home::device ? lines / (kLineUnits * 8) + 1 : 0;
-  g.lines = g.packets + u64(2) * nranks * g.packet_units * 16;
-  g.pairs = aligned(g.lines + u64(2) * nranks * g.lines_each * 128);
+  g.lines = g.packets + 2 * peers * g.packet_units * 16;
+  g.pairs = aligned(g.lines + 2 * peers * g.lines_each * 128);
   g.transfers = g.pairs + aligned(sizeof(Pair) * nranks);
   g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * kTransferStrands);
   g.bytes = g.mail + u64(nranks) * kTransferStrands * kTransferDepth * g.slot_bytes;

@@ -30,18 +30,21 @@ __device__ inline FifoControl& fifo_of(const DeviceWorld& w, int owner, int peer
   return reinterpret_cast<FifoControl*>(w.arena[owner] +
                                         w.geometry.controls)[peer * w.geometry.strands + strand];
 }
+// The number of `peer` among those of `owner`, who has no memory for messages to itself.
+__device__ inline int seat_of(int owner, int peer) { return peer - (peer > owner ? 1 : 0); }
 __device__ inline unsigned char* slot_of(const DeviceWorld& w, int owner, int peer, int strand,
                                          u32 message) {
-  const u64 index = (u64(peer) * w.geometry.strands + strand) * kDepth + message % kDepth;
+  const u64 fifo = u64(seat_of(owner, peer)) * w.geometry.strands + strand;
+  const u64 index = fifo * kDepth + message % kDepth;
   return w.arena[owner] + w.geometry.slots + index * w.geometry.slot_bytes;
 }
 __device__ inline Packet* packets_of(const DeviceWorld& w, int owner, int peer, int parity) {
   return reinterpret_cast<Packet*>(w.arena[owner] + w.geometry.packets) +
-         (u64(parity) * w.nranks + peer) * w.geometry.packet_units;
+         (u64(parity) * (w.nranks - 1) + seat_of(owner, peer)) * w.geometry.packet_units;
 }
 __device__ inline Line* lines_of(const DeviceWorld& w, int owner, int peer, int parity) {
   return reinterpret_cast<Line*>(w.arena[owner] + w.geometry.lines) +
-         (u64(parity) * w.nranks + peer) * w.geometry.lines_each;
+         (u64(parity) * (w.nranks - 1) + seat_of(owner, peer)) * w.geometry.lines_each;
 }
 
 // ---- giving up ----------------------------------------------------------------------------------
