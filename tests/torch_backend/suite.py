@@ -10,10 +10,12 @@ torch. Every case that is run on the peer is run on this backend too, and takes 
 suite_cases.py). Cases take turns on the backends, so a run that is cut off (--limit-seconds) has
 compared what it has; `--json FILE --resume` runs the rest, and once more what failed.
 
-Each case runs in processes of its own, --jobs cases at a time. They are forked from one that has
-imported torch, and in which nothing of it has run, instead of torch's `spawn`: importing torch
-takes longer than most cases. Where forked processes cannot use CUDA the ranks are spawned, and the
-table says so.
+Without --keep each case runs in processes of its own, --jobs cases at a time. They are forked from
+one that has imported torch, and in which nothing of it has run, instead of torch's `spawn`:
+importing torch takes longer than most cases. Where forked processes cannot use CUDA the ranks are
+spawned, and this program says so. With --keep, as is usual with CUDA tensors, ranks are started
+once and run many cases, one after the other; one that fails there runs again in new ranks (see
+suite_running.py).
 
 The exit status is 1 if a case that the peer passes, and that is not in EXCEPTIONS, does not pass on
 this backend.
@@ -24,18 +26,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import re
 import signal
 import sys
 import tempfile
+import time
 import unittest
 import warnings
 from pathlib import Path
 from typing import Any
 
 import suite_running
+from suite_kept import Keep
 from suite_running import Outcome, Task
 
 OURS = "collectives"
@@ -88,6 +93,20 @@ def set_up(device: str, world: int) -> None:
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")
+
+
+def load_cases(device: str) -> Any:
+    """The module suite_cases, once the environment is set up."""
+    if device == "pretended":
+        import suite_pretended
+
+        suite_pretended.before_the_cases()
+    import suite_cases
+
+    suite_cases.prepare()
+    if device == "pretended":
+        suite_pretended.believe(suite_cases)
+    return suite_cases
 
 
 def tasks(device: str, cases: str, backends: list[str], done: Results) -> list[Task]:
@@ -149,10 +168,15 @@ def missing(results: Results, peer: str, exceptions: dict[str, str]) -> list[str
 
 
 class Record:
-    """All that is known, on disk as it comes."""
+    """All that is known, on disk as it comes, and on the screen: what failed, or each outcome. In
+    `about` come cases that were run again, and after which ranks were not kept, with the reason.
+    """
 
-    def __init__(self, path: Path | None, about: dict[str, Any], resume: bool) -> None:
-        self._path, self._about = path, about
+    def __init__(
+        self, path: Path | None, about: dict[str, Any], resume: bool, progress: bool = False
+    ) -> None:
+        self._path, self._about, self._progress = path, about, progress
+        self._began = time.monotonic()
         self.results: Results = {}
         if resume and path is not None and path.exists():
             held = json.loads(path.read_text())
@@ -168,11 +192,16 @@ class Record:
         if said["outcome"] == "failed":
             kept["why"] = first_line(said["why"])  # the log has all
         self.results.setdefault(said["backend"], {})[said["case"]] = kept
+        notes = {name: first_line(said[name]) for name in ("again", "unfit") if said.get(name)}
+        for name, why in notes.items():
+            self._about.setdefault(name, []).append([said["case"], said["backend"], why])
         self.write([])
-        if said["outcome"] == "failed" or sys.stderr.isatty():
-            count = sum(map(len, self.results.values()))
+        if said["outcome"] == "failed" or self._progress or sys.stderr.isatty():
+            count, passed = sum(map(len, self.results.values())), time.monotonic() - self._began
+            more = "".join(f"; {name}: {why}" for name, why in notes.items())
             print(
-                f"{count}: {said['backend']} {said['case']}: {said['outcome']}",
+                f"{passed:7.1f} s, {count}: {said['backend']} {said['case']}: {said['outcome']} "
+                f"in {said['seconds']} s{more}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
@@ -197,44 +226,44 @@ def main() -> int:
     parser.add_argument("--world", type=int, help="ranks (3, with GPUs 2)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--spawn", action="store_true", help="ranks are not forked, but started")
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction,
+                        help="ranks run many cases: usual with GPUs")  # fmt: skip
     parser.add_argument("--seconds", type=int, default=300, help="the limit of a case")
     parser.add_argument("--limit-seconds", type=float, help="no case starts later than that")
     parser.add_argument("--grace", type=float, default=20, help="what runs then has these seconds")
     parser.add_argument("--json", type=Path, help="where outcomes go, each as it is there")
     parser.add_argument("--resume", action="store_true", help="run what did not pass there")
     parser.add_argument("--log", type=Path, help="where a case's output goes, if it fails")
+    parser.add_argument("--progress", action="store_true", help="say when each case is over")
     options = parser.parse_args()
 
     world = options.world or (3 if options.device == "cpu" else 2)
     peer, exceptions = PEERS[options.device], EXCEPTIONS[options.device]
     set_up(options.device, world)
-    if options.device == "pretended":
-        import suite_pretended
-
-        suite_pretended.before_the_cases()
-    import suite_cases
+    suite_cases = load_cases(options.device)
     import torch
 
-    suite_cases.prepare()
-    if options.device == "pretended":
-        suite_pretended.believe(suite_cases)
+    on_gpus = options.device == "cuda"
+    kept = on_gpus if options.keep is None else options.keep
     about = {
         "of": {"torch": torch.__version__, "device": options.device, "world": world},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "jobs": options.jobs,
         "peer": peer,
         "exceptions": exceptions,
-        "start_method": "fork",
     }
-    if options.device == "cuda":
-        if torch.cuda.device_count() < world:
-            parser.error(f"{world} ranks need as many GPUs; torch sees {torch.cuda.device_count()}")
-        if not options.spawn and not suite_cases.forked_ranks_have_gpus():
-            options.spawn = True
-            print("forked processes cannot use CUDA here: ranks are spawned", flush=True)
-    if options.spawn:
-        suite_cases.Cases.start_method = about["start_method"] = "spawn"
-    record = Record(options.json, about, options.resume)
+    if on_gpus and torch.cuda.device_count() < world:
+        parser.error(f"{world} ranks need as many GPUs; torch sees {torch.cuda.device_count()}")
+    if on_gpus and kept:
+        options.spawn = True
+    if on_gpus and not options.spawn and not suite_cases.forked_ranks_have_gpus():
+        options.spawn = True
+        print("forked processes cannot use CUDA here: ranks are spawned", flush=True)
+    method = "spawn" if options.spawn else "fork"
+    about["start_method"] = f"kept, {method}" if kept else method
+    suite_cases.Cases.start_method = method
+    keep = Keep(method, functools.partial(load_cases, options.device)) if kept else None
+    record = Record(options.json, about, options.resume, options.progress)
     wanted = tasks(options.device, options.cases, options.backends or [OURS, peer], record.results)
 
     def stop(*_: Any) -> None:
@@ -251,7 +280,7 @@ def main() -> int:
                 (logs / f"{said['backend']}-{said['case']}.log").unlink(missing_ok=True)
 
         not_run = suite_running.run(
-            wanted, note, jobs=options.jobs, seconds=options.seconds, logs=logs,
+            wanted, note, jobs=options.jobs, seconds=options.seconds, logs=logs, keep=keep,
             limit=options.limit_seconds, grace=options.grace,
         )  # fmt: skip
     record.write(not_run)

@@ -16,14 +16,20 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+import suite_state
 import torch
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed import distributed_test
 
 import collectives.torch
 
+State = suite_state.State  # of a process, which kept ranks bring back after each case
+
 PEER = os.environ["BACKEND"]
 ON_TEST = "BACKEND_ON_TEST"  # the environment's name for what `use` was told
+
+# What a rank exits with if its case passed, or was skipped there.
+FINE = {0, *(skip.exit_code for skip in common_distributed.TEST_SKIPS.values())}
 
 
 class AsPeer(str):
@@ -53,16 +59,21 @@ def use(backend: str, seconds: int, port: int) -> None:
     common_distributed.TIMEOUT_OVERRIDE.clear()
     distributed_test.BACKEND = AsPeer(backend)
     distributed_test.MASTER_PORT = port
+    distributed_test.Barrier.barrier_id = 0
 
 
 class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
-    """torch's cases, whose ranks are started by `start_method`."""
+    """torch's cases, whose ranks are started by `start_method`, or are those that a lane has kept
+    (suite_kept.Ranks).
+    """
 
     start_method = "fork"
+    kept: Any = None
 
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(multiprocessing.get_context(self.start_method).Process)
+        new = multiprocessing.get_context(self.start_method).Process
+        self._start_processes(new if self.kept is None else self.kept.process)
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
