@@ -44,55 +44,94 @@ void Assembly::Head::merge(const Head& other) {
 
 // ---- messages ---------------------------------------------------------------------------------
 
+namespace {
+
+// What a message carries at most beside the head. Open MPI sends over TCP up to 64 KiB without
+// asking first, and an answer takes longer than a second message.
+constexpr std::size_t kPart = 32 << 10;
+
+}  // namespace
+
 // Sends the head, and the data where the ranks agree so far: others would not know their length.
+// The first message says how many follow.
 void Assembly::send(int peer, const Head& head, const std::byte* data, std::size_t bytes) {
   if (!head.agreed()) bytes = 0;
   SendPort& port = links_.to[peer]->send_port(peer, channel_);
-  char* slot = nullptr;
-  waiter_.until([&] { return (slot = port.acquire(sizeof head + bytes)) != nullptr; },
-                [&] {
-                  Where w;
-                  w.phase = "a free slot";
-                  w.peer = peer;
-                  w.expected = call_;
-                  return w;
-                });
-  std::memcpy(slot, &head, sizeof head);
-  if (bytes != 0) std::memcpy(slot + sizeof head, data, bytes);
-  port.commit({static_cast<std::uint32_t>(sizeof head + bytes), 0, call_});
+  // No more than the FIFO holds: the peer, who sends too, receives after that.
+  const std::size_t most = static_cast<std::size_t>(links_.to[peer]->depth());
+  const std::size_t each = std::max(kPart, (bytes + most - 1) / most);
+  const std::size_t parts = std::max<std::size_t>(1, (bytes + each - 1) / each);
+  for (std::size_t part = 0; part < parts; ++part) {
+    const std::size_t front = part == 0 ? sizeof head : 0;
+    const std::size_t own = std::min(each, bytes - part * each);
+    char* slot = nullptr;
+    waiter_.until([&] { return (slot = port.acquire(front + own)) != nullptr; },
+                  [&] { return where("a free slot", peer); });
+    if (part == 0) std::memcpy(slot, &head, sizeof head);
+    if (own != 0) std::memcpy(slot + front, data + part * each, own);
+    port.commit({static_cast<std::uint32_t>(front + own),
+                 static_cast<std::uint32_t>(parts - 1 - part), call_});
+  }
 }
 
-// Waits for the peer's message and merges its head. Returns what it brought,
-// `expected` bytes, or nullptr where the ranks do not agree.
-const std::byte* Assembly::receive(int peer, Head* head, std::size_t expected) {
+// Waits for what the peer brings and merges its head. Where the ranks agree, its data, in order,
+// fill `into_`.
+void Assembly::receive(int peer, Head* head) {
   RecvPort& port = links_.to[peer]->recv_port(peer, channel_);
-  port.expect(1);
-  Header header;
-  const char* message = nullptr;
-  waiter_.until(
-      // Asking for the message moves MPI along; nothing else of ours is under way.
-      [&] { return (message = port.peek(&header)) != nullptr; },
-      [&] {
-        Where w;
-        w.phase = "the arrival";
-        w.peer = peer;
-        w.expected = call_;
-        return w;
-      });
-  Head his;
-  std::memcpy(&his, message, sizeof his);
-  head->merge(his);
-  if (!head->agreed()) return nullptr;
-  if (header.tag != call_ || header.bytes != sizeof his + expected)
-    throw Error(ErrorKind::mismatch,
-                "rank " + std::to_string(peer) + " enters call " + std::to_string(header.tag) +
-                    " with " + std::to_string(header.bytes) + " bytes, expected are call " +
-                    std::to_string(call_) + " and " + std::to_string(sizeof his + expected) +
-                    ": the ranks no longer run the same calls");
-  return reinterpret_cast<const std::byte*>(message) + sizeof his;
+  std::size_t expected = 0, filled = 0;
+  for (const Span& span : into_) expected += span.bytes;
+  auto span = into_.begin();
+  std::size_t within = 0;  // of `span`
+  for (std::size_t part = 0, parts = 1; part < parts; ++part) {
+    port.expect(1);
+    Header header;
+    const char* message = nullptr;
+    // Asking for the message moves MPI along; nothing else of ours is under way.
+    waiter_.until([&] { return (message = port.peek(&header)) != nullptr; },
+                  [&] { return where("the arrival", peer); });
+    std::size_t own = header.bytes;
+    if (part == 0) {
+      Head his;
+      std::memcpy(&his, message, sizeof his);
+      head->merge(his);
+      message += sizeof his;
+      own -= sizeof his;
+      parts = 1 + header.user;
+    }
+    if (head->agreed()) {
+      const bool is_last = part + 1 == parts;
+      const bool fits = is_last ? filled + own == expected : filled + own < expected;
+      if (header.tag != call_ || !fits) mistaken(peer, header, expected);
+      filled += own;
+      while (own != 0) {
+        const std::size_t some = std::min(own, span->bytes - within);
+        std::memcpy(span->data + within, message, some);
+        message += some;
+        own -= some;
+        within += some;
+        if (within == span->bytes) ++span, within = 0;
+      }
+    }
+    port.release();
+  }
 }
 
-void Assembly::release(int peer) { links_.to[peer]->recv_port(peer, channel_).release(); }
+void Assembly::mistaken(int peer, const Header& header, std::size_t expected) const {
+  throw Error(ErrorKind::mismatch,
+              "rank " + std::to_string(peer) + " enters call " + std::to_string(header.tag) +
+                  " with a message of " + std::to_string(header.bytes) + " bytes and " +
+                  std::to_string(header.user) + " behind it, expected are call " +
+                  std::to_string(call_) + " and " + std::to_string(expected) +
+                  " bytes: the ranks no longer run the same calls");
+}
+
+Where Assembly::where(const char* phase, int peer) const {
+  Where w;
+  w.phase = phase;
+  w.peer = peer;
+  w.expected = call_;
+  return w;
+}
 
 // ---- meeting ----------------------------------------------------------------------------------
 
@@ -116,9 +155,8 @@ void Assembly::collect(Head* head, const std::byte* mine, const Bytes& bytes, co
   if (rank_ != group.front()) return send(group.front(), *head, mine, bytes(rank_));
   for (std::size_t i = 1; i < group.size(); ++i) {
     const int q = group[i];
-    const std::byte* his = receive(q, head, bytes(q));
-    if (his != nullptr && bytes(q) != 0) std::memcpy(to(q), his, bytes(q));
-    release(q);
+    into_.assign(1, {to(q), bytes(q)});
+    receive(q, head);
   }
 }
 
@@ -143,15 +181,11 @@ void Assembly::disseminate(Head* head) {
       packed_.insert(packed_.end(), all_.data() + at, all_.data() + at + bytes);
     });
     send(to, *head, packed_.data(), packed_.size());
-    std::size_t expected = 0;
-    for_each_block(from_group, [&](std::size_t, std::size_t bytes) { expected += bytes; });
-    const std::byte* his = receive(from, head, expected);
+    into_.clear();
     for_each_block(from_group, [&](std::size_t at, std::size_t bytes) {
-      if (his == nullptr || bytes == 0) return;
-      std::memcpy(all_.data() + at, his, bytes);
-      his += bytes;
+      into_.push_back({all_.data() + at, bytes});
     });
-    release(from);
+    receive(from, head);
   }
 }
 
@@ -162,9 +196,8 @@ void Assembly::spread(Head* head, std::byte* data, std::size_t bytes) {
     for (std::size_t i = 1; i < group.size(); ++i) send(group[i], *head, data, bytes);
     return;
   }
-  const std::byte* his = receive(group.front(), head, bytes);
-  if (his != nullptr && bytes != 0) std::memcpy(data, his, bytes);
-  release(group.front());
+  into_.assign(1, {data, bytes});
+  receive(group.front(), head);
 }
 
 // Everybody gets what all brought.

@@ -11,7 +11,7 @@
 //
 // Cost: ceil(log2 G) messages one after the other between G groups, by dissemination, of which the
 //   last carry half of all that is brought; two hops within a group.
-// Limits: all that is brought has to fit one message.
+// Limits: all that is brought has to fit one slot, though it may travel in several messages.
 // Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", Int. J.
 //   Parallel Program. 17 (1988), doi:10.1007/BF01379320, for dissemination; its use for all_gather
 //   is J. Bruck et al., doi:10.1109/71.642949.
@@ -74,8 +74,9 @@ class Assembly {
   void spread(Head* head, std::byte* data, std::size_t bytes);
   Head exchange(Head head, const std::byte* mine, const std::vector<std::size_t>& lengths);
   void send(int peer, const Head& head, const std::byte* data, std::size_t bytes);
-  const std::byte* receive(int peer, Head* head, std::size_t expected);
-  void release(int peer);
+  void receive(int peer, Head* head);
+  [[noreturn]] void mistaken(int peer, const Header& header, std::size_t expected) const;
+  Where where(const char* phase, int peer) const;
   std::size_t contribution(const Call& call, int q) const;
   const std::byte* brought(int q) const { return all_.data() + at_[q]; }
 
@@ -88,6 +89,11 @@ class Assembly {
   // What ranks brought, in the order of groups, then of ranks: `at_[q]` is where rank q's begins,
   // `group_at_[g]` where group g's does.
   std::vector<std::byte> all_, packed_, staged_;
+  struct Span {
+    std::byte* data;
+    std::size_t bytes;
+  };
+  std::vector<Span> into_;  // where what is received next goes
   std::vector<std::size_t> at_, group_at_, lengths_;
   std::vector<const void*> operands_;
 };

@@ -63,6 +63,16 @@ DISAGREEMENTS = [
         ("count=100,", "count=101,"),
     ),
     Disagreement(
+        "count where ranks combine by node, in several messages",
+        lambda c, d, x, out: c.all_reduce(x[:5001] if d else x[:5000], algorithm=BY_NODE),
+        ("count=5000,", "count=5001,"),
+    ),
+    Disagreement(
+        "one message and several",
+        lambda c, d, x, out: c.all_reduce(x[:100] if d else x[:5000], algorithm=BY_NODE),
+        ("count=5000,", "count=100,"),
+    ),
+    Disagreement(
         "dtype",
         lambda c, d, x, out: c.all_reduce(x[:9].view(np.int64) if d else x[:9]),
         ("dtype=float64", "dtype=int64"),

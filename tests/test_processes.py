@@ -75,6 +75,15 @@ def test_shared_memory_within_nodes_and_mpi_between(launcher, nodes):
 
 
 @pytest.mark.parametrize("launcher", MPIS)
+def test_small_calls_of_four_nodes_in_several_messages(launcher):
+    """Two vectors of 4,090 elements go together, of 4 or 8 bytes in two messages, of which the first
+    ends within a vector.
+    """
+    arguments = ("--nodes", "0,1,2,3", "--counts", "17,4090,4099", "--compositions")
+    battery(4, *arguments, launcher=launcher, transport="mpi", least=1000)
+
+
+@pytest.mark.parametrize("launcher", MPIS)
 def test_the_queue_over_mpi(launcher):
     arguments = ("--nodes", "0,0,1", "--how", "async", "--counts", "1,300,9000")
     battery(3, *arguments, launcher=launcher, transport="shm+mpi", least=150)
