@@ -76,8 +76,8 @@ def test_shared_memory_within_nodes_and_mpi_between(launcher, nodes):
 
 @pytest.mark.parametrize("launcher", MPIS)
 def test_small_calls_of_four_nodes_in_several_messages(launcher):
-    """Two vectors of 4,090 elements go together, of 4 or 8 bytes in two messages, of which the first
-    ends within a vector.
+    """Two vectors of 4,090 elements go together, those of 8 bytes each in two messages, the first
+    of which ends within a vector.
     """
     arguments = ("--nodes", "0,1,2,3", "--counts", "17,4090,4099", "--compositions")
     battery(4, *arguments, launcher=launcher, transport="mpi", least=1000)

@@ -31,7 +31,7 @@ from .gathering import Gatherer
 from .gradient_memory import GradientMemory
 from .gradient_norm import gradient_norm, who_is_not_finite
 from .interrupted import Cause, meet
-from .model import model_of
+from .model import Sink, model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
 from .precision import LossScale, check_kept, compute_dtype, kept_dtype
@@ -322,14 +322,14 @@ class Trainer:
         # On a GPU the host would have to wait for each gradient to see whether it is finite.
         ready = self.bucketer.ready if self._model.on_gpu else self._ready
         settled = self._model.on_gpu and not self.bucketer.will_rebuild
-        together = self.bucketer if settled else None
+        sink = Sink(ready, self.bucketer if settled else None)
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self._first = i == 0 or not self._each
             reduced = self._each or i == len(parts) - 1
             with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
                 if part is not None:
-                    loss = self._model.run(part, count / total, scale, ready, together)
+                    loss = self._model.run(part, count / total, scale, sink)
                     losses.append((loss, count))
                     if self._gatherer is not None:
                         self._gatherer.end_pass()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..array import device_name, empty, native, numpy_dtype
 from ..errors import CollectiveError, did_you_mean
-from .model import Model, Ready, Together
+from .model import Model, Ready, Sink
 from .settings import is_real
 from .sharding import Shard
 
@@ -143,15 +143,8 @@ class FunctionModel(Model):
                 n: x.astype(kind, copy=False) if is_real(x) else x for n, x in self.frozen.items()
             }
 
-    def run(
-        self,
-        batch: Any,
-        weight: float,
-        scale: float,
-        ready: Ready,
-        together: Together | None = None,
-    ) -> Any:
-        emit = Emit(self, weight, scale, ready)
+    def run(self, batch: Any, weight: float, scale: float, sink: Sink) -> Any:
+        emit = Emit(self, weight, scale, sink.ready)
         # A dict wherever it costs nothing: jax functions take it as it is.
         params: Mapping[str, Any] = Parameters(self)
         if self._gatherer is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .sharding import Shard
 
@@ -26,6 +26,15 @@ class Together(Protocol):
 
     def ready_together(self, bucket: Bucket, grads: Sequence[Any]) -> None:
         """All are, in the order of the bucket's slots."""
+
+
+class Sink(NamedTuple):
+    """Where gradients go: each by itself to `ready`; or to `together`, if there is one, those of a
+    bucket as soon as all are there.
+    """
+
+    ready: Ready
+    together: Together | None
 
 
 class Model(ABC):
@@ -51,18 +60,10 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def run(
-        self,
-        batch: Any,
-        weight: float,
-        scale: float,
-        ready: Ready,
-        together: Together | None = None,
-    ) -> Any:
-        """Forward and backward. Hands `ready` the gradient of every parameter as soon as it is
-        there, times weight and scale; or `together`, if there is one, those of a bucket as soon as
-        all are. Returns the loss, the mean over the batch: a number, or an array of one, on a GPU
-        perhaps, which is not waited for.
+    def run(self, batch: Any, weight: float, scale: float, sink: Sink) -> Any:
+        """Forward and backward. Hands the sink the gradient of every parameter, times weight and
+        scale, as soon as it is there. Returns the loss, the mean over the batch: a number, or an
+        array of one, on a GPU perhaps, which is not waited for.
         """
 
     @abstractmethod

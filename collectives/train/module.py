@@ -25,7 +25,7 @@ from ..torch_gradients import CupyFollows
 from .arrivals import Arrivals
 from .batches import each_array
 from .holding import check_free, hold, let_go, used_while_empty
-from .model import Model, Ready, Together
+from .model import Model, Sink
 from .sharding import Shard
 from .torch_arrays import tensor_of
 
@@ -63,8 +63,7 @@ class ModuleModel(Model):
         # The module's own memory: what is written here, the module sees.
         self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
         self._names = {id(p): n for n, p in self._tensors.items()}
-        self._ready: Ready | None = None
-        self._together: Together | None = None
+        self._sink: Sink | None = None
         self._done: set[str] = set()  # whose gradient has arrived in this pass
         self._dtype: torch.dtype | None = None
         self._flat: dict[int, _Flat] = {}  # bucket -> its memory under stage 3
@@ -160,20 +159,13 @@ class ModuleModel(Model):
 
     # ---- forward and backward ------------------------------------------------------------------
 
-    def run(
-        self,
-        batch: Any,
-        weight: float,
-        scale: float,
-        ready: Ready,
-        together: Together | None = None,
-    ) -> Any:
-        self._ready, self._together = ready, together
+    def run(self, batch: Any, weight: float, scale: float, sink: Sink) -> Any:
+        self._sink = sink
         self._done.clear()
         if self._dtype is not None:
             batch = _cast(batch, self._dtype)
         assert self._store is not None
-        self._arrivals.begin(None if together is None else self._store.shards)
+        self._arrivals.begin(None if sink.together is None else self._store.shards)
         try:
             loss = self._forward_and_backward(batch, weight * scale)
             self._arrivals.end()
@@ -214,17 +206,17 @@ class ModuleModel(Model):
     # ---- gradients, told by `Arrivals` -----------------------------------------------------------
 
     def arrived(self, name: str, grad: torch.Tensor) -> None:
-        assert self._ready is not None
-        self._ready(name, _dense(grad))
+        assert self._sink is not None
+        self._sink.ready(name, _dense(grad))
         self._unpin(name, self._bucket(name))
 
     def began(self, bucket: Bucket) -> None:
-        assert self._together is not None
-        self._together.began(bucket)
+        assert self._sink is not None and self._sink.together is not None
+        self._sink.together.began(bucket)
 
     def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
-        assert self._together is not None
-        self._together.ready_together(bucket, [_dense(grad) for grad in grads])
+        assert self._sink is not None and self._sink.together is not None
+        self._sink.together.ready_together(bucket, [_dense(grad) for grad in grads])
         if self._gatherer is not None:
             for slot in bucket.slots:
                 self._unpin(slot.name, bucket.index)
