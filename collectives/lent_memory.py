@@ -49,14 +49,19 @@ class Pieces:
         """The arrays are needed; True if they are others than before."""
         if self._there or self._lent is None:
             return False
-        self._there = True
         whole, moved = self._lent.take()
+        self._there = True
         if moved:
             self.arrays = [
                 whole[start : start + count]
                 for start, count in zip(self._starts, self.counts, strict=True)
             ]
         return moved
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is never given back."""
+        return sum(x.nbytes for x in self.arrays) if self._lent is None else 0
 
     def give(self) -> None:
         """They are needed no more."""

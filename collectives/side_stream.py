@@ -69,6 +69,22 @@ class SideStream:
         """What comes next on the current stream waits for `mark`."""
         mark.hold(self._current().ptr)
 
+    def beside(self, do: Callable[[], None]) -> Callable[[], None]:
+        """`do` for another thread, with a stream of its own as cupy's current one, behind all that
+        is on the current stream now.
+        """
+        cuda = sys.modules["cupy"].cuda
+        begin = self.mark()
+
+        def on_own_stream() -> None:
+            with cuda.Device(self._stream.ordinal), cuda.Stream(non_blocking=True):
+                self.follow(begin)
+                do()
+                # Whoever waits for the thread uses what it used.
+                self._current().synchronize()
+
+        return on_own_stream
+
     def when(self, mark: _core.Mark) -> float:
         """The time of a mark that the GPU has passed, in seconds of time.monotonic()."""
         return self._anchored + mark.seconds_since(self._anchor)

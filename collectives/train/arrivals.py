@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..errors import CollectiveError
+
 if TYPE_CHECKING:
     from ..bucket_layout import Bucket
     from .sharding import Shard
 
-_DEPARTURES = 3  # passes that went another way, after which parameters keep their hooks
+# Passes that went another way, after which parameters keep their hooks: setting hooks again, twice
+# for each such pass, costs as much as they save in a few.
+_DEPARTURES = 3
 
 
 class Listener(Protocol):
@@ -64,6 +68,14 @@ class Arrivals:
 
         shards  where parameters lie for good; None if each gradient is to be told by itself
         """
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise CollectiveError(
+                    f"parameter {name!r} has a gradient before the pass: a trainer's module has "
+                    "none but those of its steps (call zero_grad() after a backward of your own)"
+                )
+            if not parameter.requires_grad:  # frozen by now: no hook can be set there
+                shards = None
         if self._usual is None or self._departures >= _DEPARTURES:
             shards = None
         if shards is not self._shards:
@@ -80,8 +92,8 @@ class Arrivals:
         if not self._groups:
             if len(self._order) == len(self._parameters) == len(set(self._order)):
                 self._usual = list(self._order)
-            return
-        if any(p.grad is not None for p in self._parameters.values()):
+            self._take_all()  # of parameters that were frozen when hooks were set
+        elif any(p.grad is not None for p in self._parameters.values()):
             self._depart()
 
     def discard(self) -> None:
@@ -111,7 +123,8 @@ class Arrivals:
         self.close()
         self._groups, self._shards = [], None
         for name, parameter in self._parameters.items():
-            self._hook(parameter, partial(Arrivals._one, name=name))
+            if parameter.requires_grad:
+                self._hook(parameter, partial(Arrivals._one, name=name))
 
     def _hook_buckets(self, shards: Sequence[Shard]) -> None:
         assert self._usual is not None
@@ -155,6 +168,10 @@ class Arrivals:
         self._departures += 1
         self._usual = None
         self._hook_each()
+        self._take_all()
+
+    def _take_all(self) -> None:
+        """Tells what is there by now, each by itself."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._take(name)

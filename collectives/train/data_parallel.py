@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..array import device_name, dtype_name, native
-from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Spec
+from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket
 from ..bucket_pool import trim
 from ..bucketing import Bucketer
 from ..errors import CollectiveError
@@ -34,7 +34,7 @@ from .interrupted import Cause, meet
 from .model import Sink, model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
-from .precision import LossScale, check_kept, compute_dtype, kept_dtype
+from .precision import LossScale, check_kept, compute_dtype, kept_dtype, specs_of
 from .progress import Bar, Log, Metrics, number
 from .schedules import Constant, Schedule
 from .settings import agree_on, check_parameters, check_settings, text_of
@@ -196,19 +196,9 @@ class Trainer:
             for n, x in values.items()
         }
         check_kept(self.kept.values(), self.slots)
-        specs = {
-            n: Spec(
-                tuple(x.shape),
-                self._dtypes[n],
-                device_name(x),
-                dtype_name(reduce_dtype) if reduce_dtype else self._dtypes[n],
-                f"used as {self._dtypes[n]}, kept as {self.kept[n]}",
-            )
-            for n, x in values.items()
-        }
         self.bucketer = Bucketer(
             comm,
-            specs,
+            specs_of(values, self._dtypes, self.kept, reduce_dtype),
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             order=order,
@@ -279,16 +269,18 @@ class Trainer:
         except BaseException as error:
             self._give_up(error)
             raise
-        norm, overflow = self._norm(scale, unused)
         factor = self.schedule(self.updates)
         lr = self._stepper.lr * factor
-        if not overflow:
-            clip = 1.0
-            if self.clip_norm is not None and norm > self.clip_norm:
-                clip = self.clip_norm / norm
-            self._stepper.step(self.updates, factor, clip / scale, unused)
-            self.updates += 1
-        self._gradients.give()
+        try:
+            norm, overflow = self._norm(scale, unused)
+            if not overflow:
+                clip = 1.0
+                if self.clip_norm is not None and norm > self.clip_norm:
+                    clip = self.clip_norm / norm
+                self._stepper.step(self.updates, factor, clip / scale, unused)
+                self.updates += 1
+        finally:
+            self._gradients.give()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.steps += 1
@@ -321,22 +313,27 @@ class Trainer:
         self._bad.clear()
         # On a GPU the host would have to wait for each gradient to see whether it is finite.
         ready = self.bucketer.ready if self._model.on_gpu else self._ready
-        settled = self._model.on_gpu and not self.bucketer.will_rebuild
-        sink = Sink(ready, self.bucketer if settled else None)
+        # Under stage 3 a parameter is released when its gradient is there.
+        together = self._model.on_gpu and self._gatherer is None and not self.bucketer.will_rebuild
+        sink = Sink(ready, self.bucketer if together else None)
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self._first = i == 0 or not self._each
             reduced = self._each or i == len(parts) - 1
             with contextlib.nullcontext() if reduced else self.bucketer.no_sync():
-                if part is not None:
-                    loss = self._model.run(part, count / total, scale, sink)
-                    losses.append((loss, count))
+                finish: Callable[[], frozenset[str]] = frozenset
+                if reduced:
+                    finish = partial(self.bucketer.finish, absent=part is None)
+                if part is None and self._gatherer is not None:
+                    nowhere = self._gatherer.follow_pass(finish, self.comm.abort)
+                else:
+                    if part is not None:
+                        loss = self._model.run(part, count / total, scale, sink)
+                        losses.append((loss, count))
                     if self._gatherer is not None:
                         self._gatherer.end_pass()
-                elif self._gatherer is not None:
-                    self._gatherer.follow_pass()
+                    nowhere = finish()
                 if reduced:
-                    nowhere = self.bucketer.finish(absent=part is None)
                     self._after_reduction(nowhere)
                     unused = nowhere if self._first else unused & nowhere
         return losses, unused
@@ -345,6 +342,7 @@ class Trainer:
         """Forgets the gradients of a step that raised. If other ranks cannot, they hear why."""
         if not self.bucketer.discard(error):
             self._cause = Cause.of(error)
+            self._gradients.give()
 
     def _settle(self) -> None:
         """After a step that was given up: all ranks have, or all raise."""
@@ -416,8 +414,7 @@ class Trainer:
     def nbytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps."""
         sizes = self.store.nbytes()
-        if self._each and self.sharding < 2:  # beside the buckets
-            sizes["gradients"] += sum(shard.grad.nbytes for shard in self.store.shards)
+        sizes["gradients"] += self._gradients.nbytes
         return sizes
 
     def close(self) -> None:
@@ -576,6 +573,7 @@ class Trainer:
                 self._build(values)
             del values
             trim(self.comm, self.bucketer.buckets)
+            self._gradients.take()
         if self._each and self.sharding < 2:
             for name in nowhere:
                 self.bucketer.view(name)[...] = 0  # the bucketer left what was there

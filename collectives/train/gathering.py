@@ -8,13 +8,16 @@ the others, if they do not depart too, answer with a MismatchError instead of ot
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..errors import MismatchError
+from ..array import empty
+from ..errors import MismatchError, described
 from ..side_stream import SideStreams
 from .sharding import Shard, Store
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _IDLE = 2  # buckets that stay without being pinned: the current one and the one before
 _END = 1 << 40
+_T = TypeVar("_T")
 
 
 class Memory(Protocol):
@@ -87,7 +91,7 @@ class Gatherer:
 
     def end_pass(self) -> None:
         """Releases everything; the next pass is expected to be like this one."""
-        if self._record is None:
+        if self._record is None or len(self._launched) < len(self._record):
             self._compare(_END)
             self._record = list(self._launched)
         self.discard()
@@ -100,18 +104,57 @@ class Gatherer:
         while self._resident:
             self._release(next(iter(self._resident)))
 
-    def follow_pass(self) -> None:
-        """A pass of a rank without data of its own: it takes part in the gathers of the others."""
-        if self._record is not None:
-            for index in self._record:
-                self._start(index)
-                self._release(index)
-        else:
+    def follow_pass(self, meanwhile: Callable[[], _T], give_up: Callable[[str], None]) -> _T:
+        """A pass of a rank without data of its own, which takes part in the gathers of the others.
+        They reduce gradients in between, and may wait for this rank there before they gather more:
+        so the gathers are made in a thread, and on a GPU behind a stream of their own, while this
+        one does `meanwhile`, the rank's part in the reductions. Returns its result.
+
+        give_up  tells the ranks of the reductions that this one takes no more part in them
+        """
+        follower = _Follower(self._follower_of(), give_up)
+        follower.start()
+        try:
+            result = meanwhile()
+        except BaseException as error:
+            if follower.error is not None:
+                raise follower.error from error
+            self._comm.abort(described(error))
+            raise
+        finally:
+            follower.join()
+        if follower.error is not None:
+            raise follower.error
+        return result
+
+    def _follower_of(self) -> Callable[[], None]:
+        """What follows a pass, in a thread: nobody uses what is gathered, so it all goes to one
+        place.
+        """
+        most: dict[tuple[str, str], int] = {}
+        for shard in self._store.shards:
+            kind = shard.dtype, shard.bucket.device
+            most[kind] = max(most.get(kind, 0), shard.bucket.count)
+        places = {kind: empty((count,), *kind) for kind, count in most.items()}
+
+        def take_part(index: int) -> None:
+            shard = self._store.shards[index]
+            place = places[shard.dtype, shard.bucket.device][: shard.bucket.count]
+            self._store.gather(self._comm, self._side, shard, place).wait()
+
+        def follow() -> None:
+            if self._record is not None:
+                for index in self._record:
+                    take_part(index)
+                return
+            record = []
             while (index := self._compare(None)) != _END:
-                self._start(index)
-                self._release(index)
-            self._record = list(self._launched)
-        self._launched = []
+                take_part(index)
+                record.append(index)
+            self._record = record
+
+        device = next((device for _, device in most if device != "cpu"), None)
+        return follow if device is None else self._side.of(device).beside(follow)
 
     def gather_everything(self) -> None:
         """All buckets at once, until `release_everything`; between passes."""
@@ -191,3 +234,20 @@ class Gatherer:
         shard = self._store.shards[index]
         self._memory.give(shard)
         shard.full = None
+
+
+class _Follower(threading.Thread):
+    """Does `follow`; `error`: what it raised, after which it has told `give_up` why."""
+
+    def __init__(self, follow: Callable[[], None], give_up: Callable[[str], None]) -> None:
+        super().__init__(name="collectives: gathers of a rank without data", daemon=True)
+        self._follow = follow
+        self._give_up = give_up
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:
+            self.error = error
+            self._give_up(described(error))

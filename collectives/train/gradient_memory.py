@@ -43,6 +43,11 @@ class GradientMemory:
             self._shards.append((pieces, alike))
             _spread(pieces.arrays, alike)
 
+    @property
+    def nbytes(self) -> int:
+        """Of memory of their own that they have all the time."""
+        return sum(pieces.kept_bytes for pieces, _ in self._shards)
+
     def take(self) -> None:
         """A reduction is about to begin, perhaps the first of the step."""
         for pieces, shards in self._shards:

@@ -208,7 +208,9 @@ class ModuleModel(Model):
     def arrived(self, name: str, grad: torch.Tensor) -> None:
         assert self._sink is not None
         self._sink.ready(name, _dense(grad))
-        self._unpin(name, self._bucket(name))
+        if self._gatherer is not None:
+            self._done.add(name)
+            self._gatherer.pins[self._bucket(name)].discard(name)
 
     def began(self, bucket: Bucket) -> None:
         assert self._sink is not None and self._sink.together is not None
@@ -217,14 +219,6 @@ class ModuleModel(Model):
     def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
         assert self._sink is not None and self._sink.together is not None
         self._sink.together.ready_together(bucket, [_dense(grad) for grad in grads])
-        if self._gatherer is not None:
-            for slot in bucket.slots:
-                self._unpin(slot.name, bucket.index)
-
-    def _unpin(self, name: str, index: int) -> None:
-        if self._gatherer is not None:
-            self._done.add(name)
-            self._gatherer.pins[index].discard(name)
 
     # ---- parameters on demand --------------------------------------------------------------------
 
@@ -286,7 +280,7 @@ class _Lent:
     def __init__(self, count: int, dtype: str, device: str) -> None:
         self._flat = torch.empty(count, dtype=torch_dtype(torch, dtype), device=device)
         self._nbytes = self._flat.nbytes
-        self._place = 0
+        self._place: int | None = None
         self._array: Any = None
         self.give()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
+from ..array import device_name, dtype_name
+from ..bucket_layout import Spec
 from ..errors import did_you_mean
 
 PRECISIONS = {
@@ -43,6 +46,24 @@ def check_kept(kept: Collection[str], slots: Collection[str]) -> None:
             "master_weights=False keeps second moments in float16, where gradients below 0.005 "
             "leave none: train in bf16, with SGD or LARS, or with master weights"
         )
+
+
+def specs_of(
+    values: Mapping[str, Any], used: Mapping[str, str], kept: Mapping[str, str], reduced: Any
+) -> dict[str, Spec]:
+    """Parameters as buckets see them: arrays by name, the dtypes they are `used` and `kept` in, and
+    the one in which gradients are `reduced`, that of each if None.
+    """
+    return {
+        name: Spec(
+            tuple(x.shape),
+            used[name],
+            device_name(x),
+            dtype_name(reduced) if reduced else used[name],
+            f"used as {used[name]}, kept as {kept[name]}",
+        )
+        for name, x in values.items()
+    }
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..array import ITEM_SIZES, empty
+from ..array import empty
 from ..bucket_layout import Bucket
 from ..side_stream import SideStreams
 from .norms import CHUNK
@@ -66,7 +66,7 @@ class Shard:
     full       all parameters of the bucket, in the dtype they are used in; None while released
     used       this rank's part of them (a view of `full` where that stays)
     master     the same part as it is kept, which the optimizer steps (`used` itself if equal)
-    grad       this rank's part of the reduced gradient; None until `Store.gradients`
+    grad       this rank's part of the reduced gradient, while a step has any (`GradientMemory`)
     state      arrays of the optimizer, like master
     """
 
@@ -232,14 +232,15 @@ class Store:
         return {"master": shard.master, **shard.state}
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes that this rank holds between steps: parameters, gradients, state with masters."""
+        """Bytes that this rank holds between steps: parameters, gradients in lasting buckets, state
+        with masters.
+        """
         sizes = {"parameters": 0, "gradients": 0, "state": 0}
         for shard in self.shards:
             held = shard.full if shard.full is not None else shard.used
             sizes["parameters"] += held.nbytes
-            size = ITEM_SIZES[shard.bucket.dtype]
-            whole = self.stage < 2
-            sizes["gradients"] += size * (shard.bucket.count if whole else shard.high - shard.low)
+            if self.stage < 2:
+                sizes["gradients"] += shard.bucket.nbytes
             sizes["state"] += sum(a.nbytes for a in shard.state.values())
             if shard.master is not shard.used:
                 sizes["state"] += shard.master.nbytes
