@@ -92,6 +92,7 @@ void Assembly::receive(int peer, Head* head) {
     std::size_t own = header.bytes;
     if (part == 0) {
       Head his;
+      if (own < sizeof his) mistaken(peer, header, expected);
       std::memcpy(&his, message, sizeof his);
       head->merge(his);
       message += sizeof his;

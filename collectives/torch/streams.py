@@ -23,6 +23,7 @@ from .. import _core
 from ..array import Stream
 from ..array.torch_streams import current_stream, with_stream
 from .futures import Future
+from .untraced import untraced
 from .work import NO_TIMEOUT, for_future
 
 
@@ -82,6 +83,7 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
+@untraced
 class StreamWork(dist.Work):
     """A call that streams order.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -370,6 +371,24 @@ def compiled() -> None:
     compiled_step = torch.compile(step, backend="aot_eager", fullgraph=True)
     n = dist.get_world_size()
     assert torch.equal(compiled_step(torch.ones(3)), torch.full((3,), 2.0 * n + 1))
+
+
+@check
+def compiled_ddp() -> None:
+    """torch.compile of a module in DDP: Dynamo does not look into the process group."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(10, 10)
+    wrapped = [DDP(copy.deepcopy(module), static_graph=static) for static in (False, True)]
+    steps = [torch.compile(ddp, backend="eager") for ddp in wrapped]
+    for turn in range(3):
+        x = torch.full((4, 10), 0.1 * (turn + dist.get_rank()))
+        for step in steps:
+            step(x).square().sum().backward()
+        for p, q in zip(*(ddp.parameters() for ddp in wrapped), strict=True):
+            assert p.grad is not None and torch.equal(p.grad, q.grad)
+            mean = p.grad.clone()
+            dist.all_reduce(mean)
+            assert torch.allclose(mean, p.grad * dist.get_world_size())
 
 
 if __name__ == "__main__":
