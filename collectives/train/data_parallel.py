@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..array import device_name, dtype_name, native
+from ..array import device_name, dtype_name, empty, native
 from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket
 from ..bucket_pool import trim
 from ..bucketing import Bucketer
@@ -215,6 +215,9 @@ class Trainer:
         if sharding == 3:
             assert group is not None
             gathers = group.duplicate()
+            # The first call on a GPU allocates, which may wait for kernels that wait for this rank.
+            for device in {device_name(x) for x in values.values()} - {"cpu"}:
+                gathers.all_reduce(empty((1,), "float32", device))
             self._gatherer = Gatherer(gathers, self.store, self._model)
             self.bucketer.siblings.append(gathers)
         if group is not None and group is not comm:
