@@ -70,20 +70,20 @@ class SideStream:
         mark.hold(self._current().ptr)
 
     def beside(self, do: Callable[[], None]) -> Callable[[], None]:
-        """`do` for another thread, with a stream of its own as cupy's current one, behind all that
-        is on the current stream now.
+        """`do` for another thread, with this stream as cupy's current one, behind all that is on
+        the current stream now: its calls wait for nothing that comes there later.
         """
         cuda = sys.modules["cupy"].cuda
         begin = self.mark()
 
-        def on_own_stream() -> None:
-            with cuda.Device(self._stream.ordinal), cuda.Stream(non_blocking=True):
+        def on_this_stream() -> None:
+            ordinal = self._stream.ordinal
+            with cuda.Device(ordinal), cuda.ExternalStream(self._stream.handle, ordinal) as stream:
                 self.follow(begin)
                 do()
-                # Whoever waits for the thread uses what it used.
-                self._current().synchronize()
+                stream.synchronize()  # whoever waits for the thread uses what it used
 
-        return on_own_stream
+        return on_this_stream
 
     def when(self, mark: _core.Mark) -> float:
         """The time of a mark that the GPU has passed, in seconds of time.monotonic()."""

@@ -158,6 +158,14 @@ class Stream:
         return Graph(graph)
 
 
+class ExternalStream(Stream):
+    """A stream that somebody else has made."""
+
+    def __init__(self, ptr: int, device_id: int = -1) -> None:
+        super().__init__(null=True)
+        self.ptr = ptr
+
+
 Stream.null = Stream(null=True)  # type: ignore[attr-defined]
 
 
