@@ -266,10 +266,7 @@ def main() -> int:
     record = Record(options.json, about, options.resume, options.progress)
     wanted = tasks(options.device, options.cases, options.backends or [OURS, peer], record.results)
 
-    def stop(*_: Any) -> None:
-        raise SystemExit(143)
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, suite_running.stop)
     with contextlib.ExitStack() as stack:
         logs = options.log or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)

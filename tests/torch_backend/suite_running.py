@@ -54,6 +54,17 @@ class Wanted(NamedTuple):
     again: str | None = None
 
 
+_stopped = False
+
+
+def stop(*_: Any) -> None:
+    """A handler of SIGTERM, which ends `run`. It raises nothing itself: an exception is lost where
+    Python does not let one through, as in a finalizer.
+    """
+    global _stopped
+    _stopped = True
+
+
 def free_port() -> int:
     """A port whose next one is free."""
     with socket.socket() as found:
@@ -212,6 +223,7 @@ class Lane:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         if not self._ended:
+            os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
             self._ended = True
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -285,7 +297,7 @@ def run(
 ) -> list[Task]:
     """Runs the tasks, `jobs` at a time, and calls `note` with each outcome as it is there. A case
     may take `seconds`. None starts later than `limit` seconds from now, and what then runs is
-    killed `grace` seconds later. Returns the tasks without an outcome.
+    killed `grace` seconds later. Returns the tasks without an outcome. Raises SystemExit after `stop`.
 
     Tasks start in their order, whichever lanes are free: so a lane may wait for its backend's turn,
     and each backend may have `jobs` lanes, and its spare.
@@ -298,6 +310,8 @@ def run(
         lanes = _Lanes(Path(folder), logs, seconds, keep)
         try:
             while waiting or lanes.busy():
+                if _stopped:
+                    raise SystemExit(143)
                 now = time.monotonic()
                 if now > last:
                     not_run += [wanted.task for wanted in waiting]
