@@ -297,7 +297,7 @@ def run(
 ) -> list[Task]:
     """Runs the tasks, `jobs` at a time, and calls `note` with each outcome as it is there. A case
     may take `seconds`. None starts later than `limit` seconds from now, and what then runs is
-    killed `grace` seconds later. Returns the tasks without an outcome. Raises SystemExit after `stop`.
+    killed `grace` seconds later. Returns the tasks without an outcome. SystemExit after `stop`.
 
     Tasks start in their order, whichever lanes are free: so a lane may wait for its backend's turn,
     and each backend may have `jobs` lanes, and its spare.
