@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -489,6 +490,61 @@ def test_gradients_of_torch_that_wait_are_added_up_in_the_dtype_of_the_bucket():
         assert waiting.nbytes == waiting._grads["w"].nbytes
         waiting.discard()
         assert not waiting._grads and not waiting.nbytes
+
+
+class TorchMemory:
+    """A bucket's memory that is a tensor, as far as gradients of torch look at it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.data = types.SimpleNamespace(ptr=tensor.data_ptr())
+
+    def __dlpack__(self, **_):
+        return self.tensor.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.torch
+def test_all_gradients_of_a_bucket_at_once(monkeypatch):
+    """The way of tensors on GPUs, on the host: no `ready` for each, first put and then added up."""
+    torch = pytest.importorskip("torch")
+    from collectives.torch_gradients import TorchGradients, Waiting
+
+    monkeypatch.setattr(TorchGradients, "stream", lambda self: contextlib.nullcontext())
+
+    def body(comm):
+        given = {name: np.zeros(shape, np.float32) for name, shape in (("a", 3), ("b", (2, 2)))}
+
+        def reduce(bucket):
+            return comm.all_reduce(bucket.buffer.tensor.numpy(), async_op=True)
+
+        bucketer = Bucketer(comm, given, rebuild=False, reduce=reduce)
+        (bucket,) = bucketer.buckets
+        bucket.buffer = TorchMemory(torch.full((bucket.count,), 99.0))
+        bucket.waiting = Waiting("float32")
+        bucketer._torch = TorchGradients(0, lasting=True)
+        bucketer.ready = None  # nobody calls it
+
+        def grads(x):
+            return [torch.full(slot.shape, x + i) for i, slot in enumerate(bucket.slots)]
+
+        with bucketer.no_sync():
+            bucketer.ready_together(bucket, grads(1.0))
+            waiting = {"x": torch.zeros(1)}
+            assert bucketer._torch.put_all(bucket, waiting, again=False)  # it has been emptied
+            assert not bucketer._torch.put_all(bucket, waiting, again=False)
+            bucket.waiting.discard()
+        bucketer.began(bucket)
+        assert bucket.times.first > 0
+        bucketer.ready_together(bucket, grads(10.0 + comm.rank))
+        bucketer.finish()
+        return bucket.buffer.tensor.split([slot.length for slot in bucket.slots])
+
+    for first, second in cc.run_threads(2, body, timeout=20):
+        assert first.tolist() == [2 * 11.0 + 1] * first.numel()
+        assert second.tolist() == [2 * 13.0 + 1] * second.numel()
 
 
 def test_a_trace_that_cannot_be_written_raises_on_all_ranks(tmp_path):

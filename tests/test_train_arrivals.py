@@ -173,6 +173,12 @@ class Layers(torch.nn.Module):
         return self.layers[0](x)
 
 
+def layers(state):
+    net = Layers()
+    net.load_state_dict(state)
+    return net
+
+
 def loss(net, batch):
     return net(batch[0], batch[1][0].tolist()).square().mean()
 
@@ -205,8 +211,7 @@ def test_bits_do_not_depend_on_how_gradients_are_told(stage, orders):
     def body(comm):
         results, grouped = [], []
         for together in (False, True):
-            net = Layers()
-            net.load_state_dict(state)
+            net = layers(state)
             trainer = Trainer(
                 as_if(together, net), SGD(lr=0.1, momentum=0.9), comm, sharding=stage, accumulate=2,
                 find_unused=orders == "unused", bucket_bytes=600, first_bucket_bytes=300,
@@ -250,8 +255,7 @@ def test_gradients_and_buckets_have_memory_while_a_step_lasts(stage, how, every)
     def body(comm):
         results = []
         for lent in (False, True):
-            net = Layers()
-            net.load_state_dict(state)
+            net = layers(state)
             optimizer = SGD(lr=0.1) if how is SGD else torch.optim.SGD(net.parameters(), lr=0.1)
             trainer = Trainer(
                 as_if(lent, net), optimizer, comm, sharding=stage, accumulate=2,
@@ -343,8 +347,7 @@ def test_a_layer_that_is_frozen_and_thawed():
     def body(comm):
         results = []
         for together in (False, True):
-            net = Layers()
-            net.load_state_dict(state)
+            net = layers(state)
             trainer = Trainer(
                 as_if(together, net), SGD(lr=0.1), comm, find_unused=True, bucket_bytes=600
             )

@@ -96,7 +96,7 @@ def _be_as_new(order: Order, state: Any) -> str:
             and (not thread.daemon or "_event_listener" in thread.name)
         ]
         return f"threads are left: {', '.join(left)}" if left else ""
-    except Exception:
+    except Exception:  # whatever a case has broken: its outcome stands, and the ranks are replaced
         return traceback.format_exc()
 
 
