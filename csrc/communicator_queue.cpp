@@ -12,6 +12,7 @@
 #include "busy.hpp"
 #include "communicator.hpp"
 #include "errors.hpp"
+#include "threads.hpp"
 
 namespace collectives {
 namespace {
@@ -106,7 +107,7 @@ bool Communicator::drain(double seconds) {
 }
 
 void Communicator::wake_worker() {
-  if (!thread_.joinable()) thread_ = std::thread([this] { worker(); });
+  if (!thread_.joinable()) thread_ = start_thread([this] { worker(); });
   queue_changed_.notify_all();
 }
 
@@ -163,7 +164,7 @@ void Communicator::leave_after(const std::exception_ptr& error) {
 void Communicator::wake_transfer_worker() {
   std::lock_guard lock(queue_mutex_);
   background_p2p_ = true;
-  if (!transfer_thread_.joinable()) transfer_thread_ = std::thread([this] { transfer_worker(); });
+  if (!transfer_thread_.joinable()) transfer_thread_ = start_thread([this] { transfer_worker(); });
   queue_changed_.notify_all();
 }
 

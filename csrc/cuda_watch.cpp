@@ -1,7 +1,6 @@
 #include "cuda_watch.hpp"
 
 #include <poll.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "errors.hpp"
+#include "threads.hpp"
 
 namespace collectives::device {
 
@@ -19,12 +19,7 @@ ProcessWatch::ProcessWatch(std::vector<Process> processes, std::function<void(Pr
   if (stop_ < 0) throw Error(ErrorKind::system, "eventfd() failed");
   for (const Process& p : processes_)
     files_.push_back(static_cast<int>(syscall(SYS_pidfd_open, p.pid, 0)));
-  // Signals are for the threads of the program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread([this] { run(); });
 }
 
 ProcessWatch::~ProcessWatch() {

@@ -12,6 +12,7 @@
 
 #include "errors.hpp"
 #include "recorder.hpp"
+#include "threads.hpp"
 
 namespace collectives {
 namespace {
@@ -97,12 +98,7 @@ void dump_on_signal(int number) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0 || fcntl(ends[1], F_SETFL, O_NONBLOCK) != 0)
       throw Error(ErrorKind::system, std::string{"no pipe for signals: "} + strerror(errno));
-    // Signals are for the threads that the program made.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread(listen_to, ends[0]).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    start_thread(listen_to, ends[0]).detach();
     pipe_out = ends[1];
     listening_process = getpid();
   }

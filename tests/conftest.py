@@ -8,6 +8,7 @@ COLLECTIVES_TEST_MPICH=DIR   a virtual environment with MPICH, mpi4py and this p
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: the name of a test has an address in it")
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """Programs that later tests start would inherit what a test leaves blocked, and not end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    assert signal.pthread_sigmask(signal.SIG_SETMASK, before) == before
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import signal
 import threading
 import time
+from pathlib import Path
 
 import cases
 import launch
@@ -523,3 +525,25 @@ def test_a_work_tells_when_it_ran():
         assert before <= times[0] and times[-1] <= time.monotonic()
 
     cc.run_threads(2, body, timeout=20)
+
+
+def test_signals_are_for_the_threads_of_the_program():
+    def threads():
+        return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+    def body(comm):
+        comm.all_reduce(ones(), async_op=True).wait()  # starts a thread of the library
+        comm.barrier()
+        if comm.rank == 0:
+            own = threads() - before - {thread.native_id for thread in threading.enumerate()}
+            for thread in own:
+                status = Path(f"/proc/self/task/{thread}/status").read_text()
+                blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1):
+                    assert blocked >> (number - 1) & 1, f"{number!r} is not blocked"
+            started.extend(own)
+        comm.barrier()
+
+    before, started = threads(), []
+    cc.run_threads(2, body, timeout=20)
+    assert len(started) == 2

@@ -48,6 +48,7 @@ _PASSED_ON = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+_WAITED = {signal.SIGCHLD, *_PASSED_ON}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FIRST_ENDS = 3.0  # seconds that the rank that failed first has to end, once another has
 _TIMED_OUT = 124  # exit status of --limit, as that of timeout(1)
@@ -141,9 +142,14 @@ class _Job:
         self._judge_at: float | None = None
 
     def run(self, command: Sequence[str]) -> int:
-        args = self._args
-        waited = {signal.SIGCHLD, *_PASSED_ON}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
+        try:
+            return self._run(command, mask)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _run(self, command: Sequence[str], mask: Set[int]) -> int:
+        args, heartbeat = self._args, Settings().heartbeat
         listener = listen(args.bind, backlog=args.ranks + 128)
         secret = secrets.token_hex(32)
         job = secrets.token_hex(8)
@@ -153,7 +159,7 @@ class _Job:
             secret=secret.encode(),
             job=job,
             host="the launcher",
-            heartbeat=Settings().heartbeat,
+            heartbeat=heartbeat,
         )
         try:
             # All ranks are forked before the first thread starts: what runs between fork and exec
@@ -166,7 +172,7 @@ class _Job:
             self._start_printers()
             limit = time.monotonic() + args.limit if args.limit else None
             while any(started.process.poll() is None for started in self._ranks):
-                self._wait(waited, limit)
+                self._wait(limit)
                 self._judge(server.lost)
             self._judge(server.lost)
         finally:
@@ -177,7 +183,6 @@ class _Job:
             server.stop(seconds=0)
             for printer in self._printers:
                 printer.join(_GRACE)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if args.keep_going and self._status is None:
             codes = [rank.process.returncode for rank in self._ranks]
             worst = next((code for code in codes if code), 0)
@@ -226,11 +231,11 @@ class _Job:
         )
         return _Rank(rank, process)
 
-    def _wait(self, waited: Set[int], limit: float | None) -> None:
+    def _wait(self, limit: float | None) -> None:
         """Waits for the next signal or deadline, and acts on it."""
         now = time.monotonic()
         ends = [now + 1.0, self._kill_at, self._judge_at, limit if self._status is None else None]
-        got = signal.sigtimedwait(waited, max(0.0, min(e for e in ends if e is not None) - now))
+        got = signal.sigtimedwait(_WAITED, max(0.0, min(e for e in ends if e is not None) - now))
         if got is not None and got.si_signo in _PASSED_ON:
             number = signal.Signals(got.si_signo)
             self._signal_all(number)
