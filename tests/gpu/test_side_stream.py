@@ -54,32 +54,43 @@ def test_calls_beside_the_stream(n: int, order: str | None) -> None:
 
 
 def test_a_thread_beside_the_stream() -> None:
-    """It has the side stream as its own, comes after what was on the caller's, and is through with
-    the GPU when it ends.
+    """Its calls come after what was on the stream, and do not wait for what comes later: there rank
+    0 waits for rank 1, which comes to it when both threads are through. There is room for three
+    kernels of four thread blocks.
     """
 
     def body(comm: OnDevice) -> None:
+        other = comm.comm.duplicate()
         streams: list[int] = []
         with comm.stream:
             side = SideStreams()
-            x = cupy.empty(40_000, np.float32)
-            x.set(np.full(40_000, comm.rank + 1, np.float32))
-            comm.comm.all_reduce(x)
+            x, y = (cupy.empty(40_000, np.float32) for _ in "xy")
+            # The first call on a GPU allocates, which may wait for all kernels.
+            other.all_reduce(cupy.empty(1, np.float32))
+            comm.comm.all_reduce(cupy.empty(1, np.float32))
+            y.set(np.full(40_000, comm.rank + 1, np.float32))
 
             def calls() -> None:
                 streams.append(cupy.cuda.get_current_stream().ptr)
-                for _ in range(2):
-                    side.launch("cuda:0", partial(comm.comm.all_reduce, x)).wait()
+                side.launch("cuda:0", partial(other.all_reduce, y)).wait()
 
             thread = threading.Thread(target=side.of("cuda:0").beside(calls))
             thread.start()
+            if comm.rank == 1:
+                thread.join(30)
+            x.set(np.full(40_000, comm.rank, np.float32))
+            comm.comm.all_reduce(x)
             thread.join(30)
             assert not thread.is_alive()
+            comm.stream.synchronize()
+            assert (y.get() == 3).all()
+            assert (x.get() == 1).all()
             assert streams == [side.of("cuda:0")._stream.handle]
-            assert (x.get() == 3 * 2 * 2).all()
         comm.comm.synchronize()
+        other.synchronize()
+        other.close()
 
-    run_on(2, [0], body, timeout=60)
+    run_on(2, [0], body, timeout=60, max_blocks=4)
 
 
 def test_the_clock_goes_on_from_any_mark() -> None:
