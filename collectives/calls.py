@@ -246,8 +246,9 @@ class Calls:
 
             return self._group.add(run)
         if async_op:
+            held = self._in_flight.hold((source, target, *keep))
             work = self._submit(*arguments)
-            held = self._in_flight.hold(work.done, (source, target, *keep))
+            held.done = work.done
             return QueuedWork(work, result, held)
         self._call(*arguments)
         return result()

@@ -114,18 +114,19 @@ class PointToPoint(Calls):
                 f"{what}: stream= orders calls on arrays on a GPU, and these are on the host; "
                 "leave it out"
             )
-        background = async_op or self._group is not None
-        posted = [
-            (self._core.post_send if part.sends else self._core.post_recv)(
-                part.peer, part.tag, DTYPES[part.array.dtype], part.array.pointer,
-                part.array.nbytes, background,
-            )
-            for part in parts
-        ]  # fmt: skip
-        if not background:
-            self._core.wait(posted)
+        transfers = [
+            (p.sends, p.peer, p.tag, DTYPES[p.array.dtype], p.array.pointer, p.array.nbytes)
+            for p in parts
+        ]
+        if not async_op and self._group is None:
+            self._core.transfer(transfers)
             return result()
-        work = TransferWork(self._core, posted, result, self._in_flight, keep)
+        held = self._in_flight.hold(keep)
+        posted = [
+            (self._core.post_send if sends else self._core.post_recv)(*transfer, True)
+            for sends, *transfer in transfers
+        ]
+        work = TransferWork(self._core, posted, result, held)
         return work if self._group is None else self._group.add_transfers(work)
 
     def _move_on_device(

@@ -64,13 +64,21 @@ class Work(ABC):
         return self._finish()
 
 
+def _not_known() -> bool:
+    return False
+
+
 class Held:
-    """The arrays of a call that is under way."""
+    """What a call that is under way needs: its arrays, until `done()`.
+
+    Made before the call is, and `done` is set after it: a signal handler that raises in between
+    would otherwise free arrays that the call works on.
+    """
 
     __slots__ = ("arrays", "done")
 
-    def __init__(self, done: Callable[[], bool], arrays: tuple[Any, ...]) -> None:
-        self.done = done
+    def __init__(self, arrays: tuple[Any, ...]) -> None:
+        self.done: Callable[[], bool] = _not_known
         self.arrays: tuple[Any, ...] | None = arrays
 
 
@@ -83,13 +91,13 @@ class InFlight:
         self._held: list[Held] = []
         self._limit = 16  # entries at which those that are done are sorted out
 
-    def hold(self, done: Callable[[], bool], arrays: tuple[Any, ...]) -> Held:
-        """Until done() is true, or the Work has seen that it is."""
+    def hold(self, arrays: tuple[Any, ...]) -> Held:
+        """Until what the caller sets as its `done` is true, or the Work has seen that it is."""
         if len(self._held) >= self._limit:
             self._held = [held for held in self._held if held.arrays is not None]
             self._held = [held for held in self._held if not held.done()]
             self._limit = max(16, 2 * len(self._held))
-        held = Held(done, arrays)
+        held = Held(arrays)
         self._held.append(held)
         return held
 
@@ -161,14 +169,14 @@ class TransferWork(Work):
         core: _core.Communicator,
         posted: list[_core.PostedTransfer],
         result: Callable[[], Any],
-        in_flight: InFlight,
-        arrays: tuple[Any, ...],
+        held: Held,
     ) -> None:
         self._core = core
         self.posted = posted
         self._result = result
+        self._held = held
         # Not self.done: the arrays may outlive the Work, which then goes.
-        self._held = in_flight.hold(lambda: all(core.transfer_done(p) for p in posted), arrays)
+        held.done = lambda: all(core.transfer_done(p) for p in posted)
 
     def done(self) -> bool:
         return all(self._core.transfer_done(p) for p in self.posted)

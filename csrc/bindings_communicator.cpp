@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -183,6 +184,16 @@ void bind_communicator(py::module_& m) {
                                bytes, background);
           },
           py::call_guard<WithoutGil>())
+      .def("transfer",
+           [](Communicator& c,
+              const std::vector<std::tuple<bool, int, std::uint32_t, int, std::uintptr_t,
+                                           std::size_t>>& transfers) {
+             std::vector<Communicator::Message> messages;
+             for (const auto& [sends, peer, tag, dtype, data, bytes] : transfers)
+               messages.push_back({sends, peer, tag, static_cast<Dtype>(dtype),
+                                   reinterpret_cast<void*>(data), bytes});
+             c.transfer(messages);
+           })
       .def("wait", &Communicator::wait)
       .def("transfer_done", &Communicator::done)
       .def("transfer_peer", &Communicator::peer)

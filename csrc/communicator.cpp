@@ -23,6 +23,7 @@ namespace {
 // nodes.
 constexpr std::size_t kStraightSegment = 128 << 10;
 
+constexpr std::chrono::milliseconds kReadersLeaveWithin{1000};
 constexpr std::size_t kMaxPlans = 512;
 constexpr std::size_t kMaxNames = 1024;  // of algorithms; the room is reserved
 
@@ -240,8 +241,13 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
     const auto work = submit(call, options);
     // Not the waiter of calls, which the queue's thread may be using.
     try {
-      p2p_waiter_->until([&] { return work->done(); },
-                         [] { return Where{"earlier asynchronous calls"}; });
+      // Each call before this one has a deadline of its own.
+      while (!work->done()) {
+        const std::uint64_t before = ended_.load(std::memory_order_acquire);
+        p2p_waiter_->until(
+            [&] { return work->done() || ended_.load(std::memory_order_acquire) != before; },
+            [] { return Where{"earlier asynchronous calls"}; });
+      }
     } catch (const std::exception& error) {
       // The caller's arrays go when this returns, so the queue must have left the call by then: it
       // does at once, as all calls raise from here on.
@@ -260,7 +266,6 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
 
 void Communicator::execute(const Call& call, const Options& options) {
   ++calls_;
-  closed_seen_ = 0;
   recorder_->begin(calls_, call, options.algorithm, options.order);
   if (Layout::blocked(call.collective))
     recorder_->count(std::max(call.in.total(config_.nranks), call.out.total(config_.nranks)));
@@ -283,16 +288,39 @@ void Communicator::note_error(const char* kind, const std::string& text, int pee
 }
 
 void Communicator::run_recorded(const Call& call, const Options& options) {
-  if (call.op == Op::premul_sum && reduces(call.collective) && options.agreed == nullptr) {
-    const std::uint64_t count =
-        call.collective == Collective::reduce_scatter ? call.in.total(config_.nranks) : call.count;
-    std::vector<std::byte> scaled(count * size_of(call.dtype));
-    scale(call.dtype, scaled.data(), call.input, count, options.factor[0], options.factor[1]);
-    Call scaled_call = call;
-    scaled_call.input = scaled.data();
-    return dispatch(scaled_call, options);
+  std::vector<std::byte> scaled;
+  try {
+    if (call.op == Op::premul_sum && reduces(call.collective) && options.agreed == nullptr) {
+      const std::uint64_t count = call.collective == Collective::reduce_scatter
+                                      ? call.in.total(config_.nranks)
+                                      : call.count;
+      scaled.resize(count * size_of(call.dtype));
+      scale(call.dtype, scaled.data(), call.input, count, options.factor[0], options.factor[1]);
+      Call scaled_call = call;
+      scaled_call.input = scaled.data();
+      return dispatch(scaled_call, options);
+    }
+    dispatch(call, options);
+  } catch (const Error& error) {
+    const bool before_data =
+        error.kind() == ErrorKind::mismatch || error.kind() == ErrorKind::unsupported;
+    leave_call(before_data, error.kind(), error.what());
+    throw;
+  } catch (const std::exception& error) {  // a signal handler's exception, no memory
+    leave_call(false, ErrorKind::aborted, error.what());
+    throw;
   }
-  dispatch(call, options);
+}
+
+// After a call that ended half-way, or before any data moved, while the caller's arrays are there.
+void Communicator::leave_call(bool before_data, ErrorKind kind, const std::string& text) {
+  if (gate_) gate_->end();
+  if (config_.nranks == 1) return;  // nobody is out of step
+  if (!before_data) leave_path(kind, text);
+  if (!direct_ || !broken_) return;
+  tell_region(kind, text);  // another thread that broke this may not have come to that yet
+  direct_->wait_for_readers([this](int q) { return liveness_->left(q) || liveness_->dead(q); },
+                            kReadersLeaveWithin);
 }
 
 void Communicator::dispatch(const Call& call, const Options& options) {
@@ -319,36 +347,24 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   }
   const Signature& signature = last_.signature;
   const std::uint64_t hash = last_.hash;
-  try {
-    const int shape = options.algorithm == kDefault ? 0 : direct_shape_[options.algorithm];
-    const bool direct = shape == 1 || shape == 2;
-    if (options.agreed != nullptr)
-      *options.agreed = agree(signature, hash, *options.agreed);
-    else if (options.straight)
-      run_general(call, options, signature, hash);
-    else if (direct_ && (options.algorithm == kDefault || direct))
-      direct_->run(call, shape == 2, signature, hash, segments_now());
-    else if (options.algorithm == kDefault)
-      agree(signature, hash, 0);  // which is a barrier
-    else if (direct && assembly_->fits(call, config_.tuning.assembled_max))
-      assembly_->run(call, signature, hash);
-    else if (shape == 3 && !direct_ && groups_are_nodes_ &&
-             call.collective == Collective::all_reduce && options.order == Order::any &&
-             assembly_->fits_by_group(call, config_.tuning.assembled_by_node_max))
-      assembly_->all_reduce_by_group(call, signature, hash);
-    else
-      run_general(call, options, signature, hash);
-  } catch (const Error& error) {
-    if (gate_) gate_->end();
-    const bool before_data =
-        error.kind() == ErrorKind::mismatch || error.kind() == ErrorKind::unsupported;
-    if (!before_data) leave_path(error.kind(), error.what());
-    throw;
-  } catch (const std::exception& error) {  // a signal handler's exception, no memory
-    if (gate_) gate_->end();
-    leave_path(ErrorKind::aborted, error.what());
-    throw;
-  }
+  const int shape = options.algorithm == kDefault ? 0 : direct_shape_[options.algorithm];
+  const bool direct = shape == 1 || shape == 2;
+  if (options.agreed != nullptr)
+    *options.agreed = agree(signature, hash, *options.agreed);
+  else if (options.straight)
+    run_general(call, options, signature, hash);
+  else if (direct_ && (options.algorithm == kDefault || direct))
+    direct_->run(call, shape == 2, signature, hash, segments_now());
+  else if (options.algorithm == kDefault)
+    agree(signature, hash, 0);  // which is a barrier
+  else if (direct && assembly_->fits(call, config_.tuning.assembled_max))
+    assembly_->run(call, signature, hash);
+  else if (shape == 3 && !direct_ && groups_are_nodes_ &&
+           call.collective == Collective::all_reduce && options.order == Order::any &&
+           assembly_->fits_by_group(call, config_.tuning.assembled_by_node_max))
+    assembly_->all_reduce_by_group(call, signature, hash);
+  else
+    run_general(call, options, signature, hash);
 }
 
 void Communicator::run_alone(const Call& call, const Options&) {

@@ -153,10 +153,19 @@ class Communicator : public Watch {
                            bool background);
   // Until all are done; throws the first error.
   void wait(const std::vector<PostedTransfer>& posted);
-  bool done(const PostedTransfer& t) {
-    if (birth_.in_child()) check_open();
-    return p2p_->done(t);
-  }
+  // Sends and receives these. Whatever it throws, nothing moves into or out of their memory
+  // afterwards.
+  struct Message {
+    bool sends;
+    int peer;
+    std::uint32_t tag;
+    Dtype dtype;
+    void* data;  // only read where it sends
+    std::size_t bytes;
+  };
+  void transfer(const std::vector<Message>& messages);
+  // True also if it will never be, since the communicator is broken: wait() then throws.
+  bool done(const PostedTransfer& t);
   // Whom a transfer is with; PointToPoint::kAnyPeer while a receive from any peer waits.
   int peer(const PostedTransfer& t) { return p2p_->peer(t); }
 
@@ -166,14 +175,15 @@ class Communicator : public Watch {
                           const std::vector<std::string>& handles);
   void release_segment(std::uint64_t id);
 
+  static constexpr const char* kOnGpu = "works on its GPU";
   // Before a call is put on the GPU: tells the peers, which may wait for this rank in a call on
   // host arrays (see check_devices). Throws what a peer told.
   void enter_device_call();
   // Throws what a peer told, and nothing else: for whoever waits for the GPU.
-  void look();
+  void look(const char* doing = kOnGpu);
   // The same, and what a rank that waits finds: a process of the region that has ended, what ranks
   // of other nodes told. Any thread that may call MPI.
-  void look_around();
+  void look_around(const char* doing = kOnGpu);
   // While this communicator waits, `whole`, of whose ranks it has some, looks around as well. For
   // the thread that makes its calls, which `whole` must outlive.
   void is_part_of(Communicator* whole) { whole_ = whole; }
@@ -247,9 +257,7 @@ class Communicator : public Watch {
   // thread.
   struct TransferWatch final : Watch {
     explicit TransferWatch(Communicator& c) : comm(c) {}
-    void check(const Where& where, std::chrono::steady_clock::time_point since) override {
-      comm.check_peers(where, since);
-    }
+    void check(const Where& where, Wait& wait) override { comm.check_peers(where, wait); }
     void enter_slow() override { comm.enter_slow(); }
     void leave_slow() override { comm.leave_slow(); }
     Communicator& comm;
@@ -268,24 +276,29 @@ class Communicator : public Watch {
     Lengthy& operator=(const Lengthy&) = delete;
   };
 
-  void check(const Where& where, std::chrono::steady_clock::time_point since) override;
-  void check_peers(const Where& where, std::chrono::steady_clock::time_point since);
+  void check(const Where& where, Wait& wait) override;
+  void check_peers(const Where& where, Wait& wait);
   void enter_slow() override;
   void leave_slow() override;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text, int peer = -1);
   // `q`: of the region; `place`: what this rank does, in words.
   [[noreturn]] void fail_for_death(int q, const std::string& place);
 
+  void wait_and_tell(const std::vector<PostedTransfer>& posted);
   void wait_for_all(const std::vector<PostedTransfer>& posted);
   void give_up(ErrorKind kind, const std::string& reason);
   void leave_path(ErrorKind kind, const std::string& text);
   void leave_after(const std::exception_ptr& error);
+  void leave_call(bool before_data, ErrorKind kind, const std::string& text);
+  std::string tell_region(ErrorKind kind, const std::string& text) noexcept;
   void tell_peers(ErrorKind kind, const std::string& text) noexcept;
   std::string broken_reason() const;
   void publish_wait(const Where& where, std::chrono::steady_clock::time_point now);
   std::string blame(const Where& where, std::chrono::steady_clock::time_point now, int* peer) const;
   bool told_to_stop() const;
   [[noreturn]] void raise_told(const std::string& doing);
+  [[noreturn]] void raise_broken(const std::string& place);
+  bool time_to_look(std::chrono::steady_clock::time_point now);
   void execute(const Call& call, const Options& options);
   void run_recorded(const Call& call, const Options& options);
   void note_error(const char* kind, const std::string& text, int peer);
@@ -306,8 +319,8 @@ class Communicator : public Watch {
   void check_devices(int q);
   void check_open() const;
   void worker();
-  void wake_worker();
   void transfer_worker();
+  void start_transfer_worker();
   void wake_transfer_worker();
 
   Birth birth_;
@@ -370,7 +383,6 @@ class Communicator : public Watch {
   std::shared_ptr<Recorder> recorder_;
   std::mutex poll_mutex_;
   std::chrono::steady_clock::time_point last_poll_{};
-  int closed_seen_ = 0;
   Communicator* whole_ = nullptr;
 
   std::atomic<double> timeout_s_{0};
@@ -392,6 +404,7 @@ class Communicator : public Watch {
   void enqueue(Job job);
   std::deque<Job> queue_;
   std::atomic<int> queued_{0};  // jobs that are queued or running
+  std::atomic<std::uint64_t> ended_{0};
   bool background_p2p_ = false;
   bool stop_ = false;
   std::thread thread_;

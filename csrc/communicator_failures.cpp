@@ -55,10 +55,10 @@ void Communicator::abort(const std::string& reason) {
   tell_peers(ErrorKind::aborted, reason);
 }
 
-// Tells all ranks, once, that this one leaves the common path, and why: their waits end at once
-// with the same kind of error.
-void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept {
-  const std::string whole = "rank " + std::to_string(config_.rank) + " gave up: " + text;
+// Tells all ranks of the region, once, that this one leaves the common path, and why: their waits
+// end at once with the same kind of error. Returns what they are told.
+std::string Communicator::tell_region(ErrorKind kind, const std::string& text) noexcept {
+  std::string whole = "rank " + std::to_string(config_.rank) + " gave up: " + text;
   if (config_.region) {
     const std::uint32_t word =
         (1 + config_.local_of[config_.rank]) | static_cast<std::uint32_t>(kind) << kKindShift;
@@ -71,6 +71,11 @@ void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept 
     for (int q = 0; q < config_.region->shape().nranks; ++q)
       config_.region->rank(q).doorbell.wake();
   }
+  return whole;
+}
+
+void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept {
+  const std::string whole = tell_region(kind, text);
   if (!config_.mpi) return;
   int dead = -1;
   if (kind == ErrorKind::peer_died && liveness_)
@@ -83,6 +88,7 @@ void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept 
 void Communicator::give_up(ErrorKind kind, const std::string& reason) {
   std::lock_guard lock(reason_mutex_);
   if (broken_) return;
+  p2p_->stop();  // whoever sees that this is broken may free what it has posted
   broken_reason_ = reason;
   broken_kind_ = kind;
   broken_ = true;
@@ -142,26 +148,29 @@ void Communicator::enter_device_call() {
   mine.count.store(mine.count.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
-void Communicator::look() {
+void Communicator::look(const char* doing) {
   if (broken_) throw Error(ErrorKind::aborted, broken_reason());
   if (!told_to_stop()) return;
   try {
-    raise_told("rank " + std::to_string(config_.rank) + " works on its GPU");
+    raise_told("rank " + std::to_string(config_.rank) + " " + doing);
   } catch (const Error& error) {
     note_error(name_of(error.kind()), error.what(), error.peer());
     throw;
   }
 }
 
-void Communicator::look_around() {
-  if (broken_) {
-    // Another thread of this rank has just found it, and raises the same.
-    std::lock_guard lock(reason_mutex_);
-    const bool died = broken_kind_ == ErrorKind::peer_died;
-    throw Error(died ? ErrorKind::peer_died : ErrorKind::aborted, broken_reason_);
-  }
-  look();
-  const std::string place = "rank " + std::to_string(config_.rank) + " works on its GPU";
+// What another thread of this rank has found.
+void Communicator::raise_broken(const std::string& place) {
+  std::lock_guard lock(reason_mutex_);
+  const bool died = broken_kind_ == ErrorKind::peer_died;
+  throw Error(died ? ErrorKind::peer_died : ErrorKind::aborted,
+              broken_reason_ + " (" + place + ")");
+}
+
+void Communicator::look_around(const char* doing) {
+  const std::string place = "rank " + std::to_string(config_.rank) + " " + doing;
+  if (broken_) raise_broken(place);
+  look(doing);
   try {
     std::string text;
     int peer = -1;
@@ -252,12 +261,21 @@ std::string Communicator::blame(const Where& where, steady_clock::time_point now
   return text;
 }
 
-void Communicator::check(const Where& where, steady_clock::time_point since) {
-  if (gate_) gate_->look_around();
-  check_peers(where, since);
+// Once in a while, whichever thread asks.
+bool Communicator::time_to_look(steady_clock::time_point now) {
+  const std::lock_guard lock(poll_mutex_);
+  if (now - last_poll_ < kPollPeersEvery) return false;
+  last_poll_ = now;
+  return true;
 }
 
-void Communicator::check_peers(const Where& where, steady_clock::time_point since) {
+void Communicator::check(const Where& where, Wait& wait) {
+  if (gate_) gate_->look_around();
+  recorder_->waiting(where, wait.since);
+  check_peers(where, wait);
+}
+
+void Communicator::check_peers(const Where& where, Wait& wait) {
   const auto now = steady_clock::now();
   const auto place = [&] {
     std::string s = "rank " + std::to_string(config_.rank) + " waits for " + where.phase;
@@ -271,10 +289,9 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     const std::string call = recorder_->describe_current();
     return call.empty() || where.channel == kPointToPointChannel ? s : s + ", in " + call;
   };
-  recorder_->waiting(where, since);
   publish_wait(where, now);
   if (told_to_stop()) raise_told(place());
-  if (broken_) throw Error(ErrorKind::aborted, broken_reason() + " (" + place() + ")");
+  if (broken_) raise_broken(place());
   if (config_.mpi) {
     std::string text;
     int peer = -1;
@@ -284,7 +301,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     }
   }
   if (whole_ != nullptr) whole_->look_around();
-  const double waited = duration<double>(now - since).count();
+  const double waited = duration<double>(now - wait.since).count();
   if (waited > timeout_s_) {
     int culprit = where.peer;
     const std::string others = blame(where, now, &culprit);
@@ -293,12 +310,9 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
         ". Raise the limit with timeout= or COLLECTIVES_TIMEOUT if the peer is only slow";
     fail(ErrorKind::deadline, text, culprit);
   }
-  std::unique_lock lock(poll_mutex_);
-  if (now - last_poll_ < kPollPeersEvery) return;
-  last_poll_ = now;
-  lock.unlock();
+  if (!time_to_look(now)) return;
   if (on_tick) on_tick(slow_token);
-  lock.lock();
+  const std::lock_guard lock(poll_mutex_);
   if (!config_.region) return;
   const int n = config_.region->shape().nranks, me = config_.local_of[config_.rank];
   for (int q = 0; q < n; ++q) {
@@ -308,7 +322,7 @@ void Communicator::check_peers(const Where& where, steady_clock::time_point sinc
     if (liveness_->left(q)) {
       // What it did before it closed is visible by now; only the second look can conclude that
       // nothing more will come.
-      if (where.peer == numbers_[q] && ++closed_seen_ > 2)
+      if (where.peer == numbers_[q] && ++wait.closed_seen > 2)
         fail(ErrorKind::closed, name + " has closed the communicator while " + place(),
              numbers_[q]);
     } else if (liveness_->dead(q)) {

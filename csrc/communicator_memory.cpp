@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "communicator.hpp"
@@ -16,6 +17,7 @@ namespace collectives {
 PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
                                        std::size_t bytes, bool background) {
   check_open();
+  if (background) start_transfer_worker();
   CallRecord* const record =
       recorder_->transfer(Recorder::kSend, dtype, bytes / size_of(dtype), peer, tag);
   auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
@@ -27,6 +29,7 @@ PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype,
 PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
                                        std::size_t bytes, bool background) {
   check_open();
+  if (background) start_transfer_worker();
   CallRecord* const record =
       recorder_->transfer(Recorder::kRecv, dtype, bytes / size_of(dtype), peer, tag);
   auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
@@ -35,9 +38,29 @@ PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype,
   return t;
 }
 
+void Communicator::transfer(const std::vector<Message>& messages) {
+  check_open();
+  const Lengthy scope(this);
+  std::vector<PostedTransfer> posted;
+  posted.reserve(messages.size());
+  try {
+    for (const Message& m : messages)
+      posted.push_back(m.sends ? post_send(m.peer, m.tag, m.dtype, m.data, m.bytes, false)
+                               : post_recv(m.peer, m.tag, m.dtype, m.data, m.bytes, false));
+  } catch (const std::exception& error) {
+    leave_path(ErrorKind::aborted, error.what());
+    throw;
+  }
+  wait_and_tell(posted);
+}
+
 void Communicator::wait(const std::vector<PostedTransfer>& posted) {
   if (birth_.in_child()) check_open();
   const Lengthy scope(this);
+  wait_and_tell(posted);
+}
+
+void Communicator::wait_and_tell(const std::vector<PostedTransfer>& posted) {
   try {
     wait_for_all(posted);
   } catch (const Error& error) {
@@ -48,11 +71,23 @@ void Communicator::wait(const std::vector<PostedTransfer>& posted) {
   for (const PostedTransfer& t : posted) Recorder::end_transfer(t->record, CallState::done);
 }
 
+bool Communicator::done(const PostedTransfer& t) {
+  if (birth_.in_child()) check_open();
+  if (p2p_->done(t)) return true;
+  if (!broken_ && time_to_look(std::chrono::steady_clock::now())) {
+    try {
+      look_around("has posted a transfer");
+    } catch (const Error&) {  // now it is broken
+    }
+  }
+  return broken_;
+}
+
 void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
   for (const PostedTransfer& t : posted) {
     const auto where = [&] {
       Where w;
-      w.phase = t->source != nullptr ? "room for a message" : "a message";
+      w.phase = t->sends ? "room for a message" : "a message";
       w.peer = p2p_->peer(t);
       w.channel = kPointToPointChannel;
       return w;
@@ -60,7 +95,7 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
     try {
       p2p_waiter_->until(
           [&] {
-            if (!broken_) p2p_->progress();
+            p2p_->progress();
             return p2p_->done(t);
           },
           where);
@@ -71,16 +106,8 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
       leave_path(ErrorKind::aborted, error.what());
       throw;
     }
-    if (t->peer != config_.rank && t->target == nullptr &&
-        links_.to[t->peer] == config_.mpi.get() && config_.mpi) {
-      SendPort& port = config_.mpi->send_port(t->peer, kPointToPointChannel);
-      p2p_waiter_->until(
-          [&] {
-            config_.mpi->progress();
-            return port.flushed();
-          },
-          where);
-    }
+    if (t->sends && t->peer != config_.rank)
+      p2p_waiter_->until([&] { return p2p_->flushed(t->peer); }, where);
   }
   for (const PostedTransfer& t : posted)
     if (t->error) std::rethrow_exception(t->error);

@@ -91,9 +91,11 @@ void Communicator::submit(std::shared_ptr<Task> task) {
 
 void Communicator::enqueue(Job job) {
   std::lock_guard lock(queue_mutex_);
-  queued_.fetch_add(1, std::memory_order_relaxed);
+  // First, since this may throw: a call that is refused must not run later.
+  if (!thread_.joinable()) thread_ = start_thread([this] { worker(); });
   queue_.push_back(std::move(job));
-  wake_worker();
+  queued_.fetch_add(1, std::memory_order_relaxed);
+  queue_changed_.notify_all();
 }
 
 bool Communicator::drain(double seconds) {
@@ -104,11 +106,6 @@ bool Communicator::drain(double seconds) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   return true;
-}
-
-void Communicator::wake_worker() {
-  if (!thread_.joinable()) thread_ = start_thread([this] { worker(); });
-  queue_changed_.notify_all();
 }
 
 void Communicator::worker() {
@@ -144,6 +141,7 @@ void Communicator::worker() {
     }
     queued_.fetch_sub(1, std::memory_order_release);
     job.work->finish(error);
+    ended_.fetch_add(1, std::memory_order_release);
     lock.lock();
   }
 }
@@ -161,10 +159,15 @@ void Communicator::leave_after(const std::exception_ptr& error) {
   }
 }
 
+// Before a transfer is posted that nobody may wait for, since this may throw.
+void Communicator::start_transfer_worker() {
+  std::lock_guard lock(queue_mutex_);
+  if (!transfer_thread_.joinable()) transfer_thread_ = start_thread([this] { transfer_worker(); });
+}
+
 void Communicator::wake_transfer_worker() {
   std::lock_guard lock(queue_mutex_);
   background_p2p_ = true;
-  if (!transfer_thread_.joinable()) transfer_thread_ = start_thread([this] { transfer_worker(); });
   queue_changed_.notify_all();
 }
 
@@ -181,8 +184,14 @@ void Communicator::transfer_worker() {
       continue;
     }
     lock.unlock();
-    // Once broken, nothing moves: whoever waited may have freed its arrays.
-    const bool moved = !broken_ && p2p_->progress();
+    bool moved = false;
+    try {
+      moved = p2p_->progress();
+    } catch (const Error& error) {  // whoever waits for a transfer is told by check_peers()
+      leave_path(error.kind(), error.what());
+    } catch (const std::exception& error) {
+      leave_path(ErrorKind::aborted, error.what());
+    }
     lock.lock();
     if (moved) {
       nap = kFirstNap;

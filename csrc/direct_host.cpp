@@ -149,6 +149,7 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
     wait_slot(chunks_);
     fill(0);
   }
+  if (uneven_pairs) tell_pairs();
   gate_.announce(mine.token, mine.amount, call.input, call.output);
   gate_.meet(waiter_);
   // Who has come here has drained all chunks of earlier calls.
@@ -160,6 +161,7 @@ void DirectHost::run(const Call& call, bool two_shot, const Signature& signature
     agreed &= his.token == mine.token && his.amount == mine.amount;
     longest = std::max(longest, his.amount);
   }
+  if (uneven_pairs) check_pairs();
   if (agreed) return in_place_of_peers(segments, mine);
 
   const std::size_t bytes = largest_message();

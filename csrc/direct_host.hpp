@@ -4,18 +4,24 @@
 // Same results, bit for bit, as the schedules direct_one_shot and direct_two_shot through the
 // general engine (tests hold them equal): contributions are combined in rank order. What is special
 // is how bytes move:
+// clang-format off
 //   lines       up to 1,152 bytes: data and flag share cache lines, so one hop does everything; no
-//   acknowledgement
-//               is needed, since two sets of lines alternate and a rank's call k needs every peer's
-//               call k-1
+//               acknowledgement is needed, since two sets of lines alternate and a rank's call k
+//               needs every peer's call k-1
 //   staged      each rank copies its part once into its own staging slots, in chunks; peers read it
-//   there two-phase   all_reduce of large arrays: each rank reduces its share of a chunk, all copy
-//   the shares symmetric   arrays made by Communicator.empty are mapped in all ranks and need no
-//   staging: reductions read the
-//               peers' arrays and the owner of a share writes it to all
+//               there
+//   two-phase   all_reduce of large arrays: each rank reduces its share of a chunk, all copy the
+//               shares
+//   symmetric   arrays made by Communicator.empty are mapped in all ranks and need no staging:
+//               reductions read the peers' arrays and the owner of a share writes it to all
+//   addresses   the same with arrays of other threads; they are read until their owner has seen
+//               that all are through, also where it gives the call up
+// clang-format on
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "gate.hpp"
@@ -67,6 +73,9 @@ class DirectHost {
   // Runs the call; `two_shot` chooses all_reduce's shape. Calls gate.begin() itself.
   void run(const Call& call, bool two_shot, const Signature& signature, std::uint64_t hash,
            const std::vector<SymmetricSegment>& segments);
+  // For a rank that leaves a call, after the abort word is set: until no rank works on its arrays,
+  // or it has ended, or `patience` is over (never, among threads: they read what the caller frees).
+  void wait_for_readers(const std::function<bool(int)>& ended, std::chrono::milliseconds patience);
 
  private:
   static constexpr std::size_t kLineSize = 64;
@@ -109,6 +118,10 @@ class DirectHost {
   void pipeline(std::uint64_t chunks);
   void two_phase(std::uint64_t chunks);
   void in_place_of_peers(const std::vector<SymmetricSegment>& segments, const Tokens& tokens);
+  void work_in_place(const std::vector<SymmetricSegment>& segments, const Tokens& tokens);
+  bool given_up();
+  void tell_pairs();
+  void check_pairs();
   void raise_if_told(int q);
   void fetch(int q, std::byte* to, const std::byte* from, std::size_t bytes, bool pull);
 

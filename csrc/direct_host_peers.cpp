@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <string>
+#include <thread>
 
 #include "direct_host.hpp"
 #include "errors.hpp"
@@ -116,11 +118,56 @@ void DirectHost::fetch(int q, std::byte* to, const std::byte* from, std::size_t 
   }
 }
 
+bool DirectHost::given_up() {
+  return gate_.region().abort_word().load(std::memory_order_acquire) != 0;
+}
+
 // Works on the peers' arrays themselves: symmetric ones, those of threads of this process, or, for
-// movements, by reading another process's memory. Reductions give each rank a share, which it
-// reduces and writes to all.
+// movements, by reading another process's memory.
 void DirectHost::in_place_of_peers(const std::vector<SymmetricSegment>& segments,
                                    const Tokens& tokens) {
+  const std::uint64_t number = ++symmetric_calls_;
+  // A rank that gives up sets the abort word and then looks who has entered; of the two stores, one
+  // is seen by the other. (What is read of another process is checked afterwards instead.)
+  const bool pull = tokens.token == kPull;
+  if (!pull) {
+    area(me_).entered.value.store(number, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  if (pull || !given_up()) work_in_place(segments, tokens);
+  set(area(me_).left, number);
+  // Nobody goes on before all are done with everybody's arrays.
+  for (int d = 1; d < n_; ++d) {
+    const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
+    wait_counter(&RankArea::left, q, number, "the end of a call on symmetric arrays");
+  }
+  // Unless one gave up: then it may not have had what others were to read, or have taken it away
+  // under those who read another process's memory. It says so before its call returns, so what was
+  // read before this look is good.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (given_up()) {
+    raise_if_told(me_);
+    throw Error(ErrorKind::aborted, "a rank gave up this call while others read its array");
+  }
+}
+
+void DirectHost::wait_for_readers(const std::function<bool(int)>& ended,
+                                  std::chrono::milliseconds patience) {
+  using Clock = std::chrono::steady_clock;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see in_place_of_peers
+  const auto end = Clock::now() + patience;
+  for (int q = 0; q < n_; ++q) {
+    const RankArea& his = area(q);
+    while (his.entered.value.load(std::memory_order_acquire) >
+               his.left.value.load(std::memory_order_acquire) &&
+           !ended(q) && (shared_addresses_ || Clock::now() < end))
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+// Reductions give each rank a share, which it reduces and writes to all.
+void DirectHost::work_in_place(const std::vector<SymmetricSegment>& segments,
+                               const Tokens& tokens) {
   const Call& call = *call_;
   const bool pull = tokens.token == kPull;
   const std::byte* inputs[kMaxLocal];
@@ -195,19 +242,31 @@ void DirectHost::in_place_of_peers(const std::vector<SymmetricSegment>& segments
       break;
   }
   if (nontemporal_) store_fence();
-  // Nobody leaves before all are done with everybody's arrays.
-  const std::uint64_t leaving = ++symmetric_calls_;
-  set(area(me_).left, leaving);
-  for (int d = 1; d < n_; ++d) {
-    const int q = me_ + d < n_ ? me_ + d : me_ + d - n_;
-    wait_counter(&RankArea::left, q, leaving, "the end of a call on symmetric arrays");
+}
+
+// ---- pairs of an all_to_all_v -----------------------------------------------------------------
+
+void DirectHost::tell_pairs() {
+  std::uint64_t* lengths = gate_.region().pair_lengths(me_, gate_.sequence());
+  for (int q = 0; q < n_; ++q) {
+    lengths[q] = call_->in.length(q);
+    lengths[n_ + q] = call_->out.length(q);
   }
-  // Unless one gave up while it waited for that, and took its array away under those who still read
-  // it. It says so before its call returns, so what was read before this look is good.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (gate_.region().abort_word().load(std::memory_order_acquire) != 0) {
-    raise_if_told(me_);
-    throw Error(ErrorKind::aborted, "a rank gave up this call while others read its array");
+}
+
+// All ranks compare all pairs, so that all raise the same before anything is written.
+void DirectHost::check_pairs() {
+  for (int p = 0; p < n_; ++p) {
+    const std::uint64_t* sends = gate_.region().pair_lengths(p, gate_.sequence());
+    for (int q = 0; q < n_; ++q) {
+      const std::uint64_t expects = gate_.region().pair_lengths(q, gate_.sequence())[n_ + p];
+      if (sends[q] != expects)
+        throw Error(ErrorKind::mismatch,
+                    "all_to_all_v: " + gate_.name(p) + " sends " + std::to_string(sends[q]) +
+                        " elements to " + gate_.name(q) + ", which expects " +
+                        std::to_string(expects) +
+                        ". Nothing was written; the communicator stays usable");
+    }
   }
 }
 

@@ -23,6 +23,7 @@ PostedTransfer PointToPoint::post_send(int peer, std::uint32_t tag, Dtype dtype,
   t->peer = peer;
   t->tag = tag;
   t->dtype = dtype;
+  t->sends = true;
   t->source = static_cast<const std::byte*>(data);
   t->bytes = bytes;
   std::lock_guard lock(mutex_);
@@ -36,7 +37,7 @@ PostedTransfer PointToPoint::post_send(int peer, std::uint32_t tag, Dtype dtype,
     return t;
   }
   p.sends.push_back(t);
-  progress_sends(peer, p);
+  if (!stopped_) progress_sends(peer, p);
   return t;
 }
 
@@ -79,9 +80,31 @@ bool PointToPoint::idle() {
   return true;
 }
 
+void PointToPoint::stop() {
+  std::lock_guard lock(mutex_);
+  stopped_ = true;
+}
+
+bool PointToPoint::flushed(int peer) {
+  std::lock_guard lock(mutex_);
+  links_.to[peer]->progress();
+  return port_to(peer, peers_[peer]).flushed();
+}
+
+SendPort& PointToPoint::port_to(int peer, Peer& p) {
+  if (p.to == nullptr) p.to = &links_.to[peer]->send_port(peer, channel_);
+  return *p.to;
+}
+
+RecvPort& PointToPoint::port_from(int peer, Peer& p) {
+  if (p.from == nullptr) p.from = &links_.to[peer]->recv_port(peer, channel_);
+  return *p.from;
+}
+
 bool PointToPoint::progress() {
   std::lock_guard lock(mutex_);
   bool moved = false;
+  if (stopped_) return moved;
   for (auto& [peer, p] : peers_) {  // a receive from any peer has made an entry for each
     if (peer == me_) continue;
     if (!p.sends.empty()) moved |= progress_sends(peer, p);
@@ -92,7 +115,7 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progress_sends(int peer, Peer& p) {
-  SendPort& port = links_.to[peer]->send_port(peer, channel_);
+  SendPort& port = port_to(peer, p);
   bool any = false;
   while (!p.sends.empty()) {
     TransferState& t = *p.sends.front();
@@ -161,7 +184,7 @@ bool PointToPoint::match_stash(int peer, Peer& p) {
 }
 
 bool PointToPoint::progress_recvs(int peer, Peer& p) {
-  RecvPort& port = links_.to[peer]->recv_port(peer, channel_);
+  RecvPort& port = port_from(peer, p);
   bool any = false;
   while (!any_.empty() || !p.recvs.empty() || p.receiving || p.stashing) {
     if (!p.listening) {

@@ -27,8 +27,9 @@ struct TransferState {  // one posted operation
   int peer = 0;         // kAnyPeer until a message has matched
   std::uint32_t tag = 0;
   Dtype dtype = Dtype::uint8;
-  const std::byte* source = nullptr;  // send
-  std::byte* target = nullptr;        // recv
+  bool sends = false;
+  const std::byte* source = nullptr;  // of a send
+  std::byte* target = nullptr;        // of a receive
   std::size_t bytes = 0;
   std::size_t moved = 0;
   bool discard = false;  // sizes differ: the message is read and dropped
@@ -45,12 +46,17 @@ class PointToPoint {
   PointToPoint(const Links& links, int me, int channel)
       : links_(links), me_(me), channel_(channel) {}
 
+  // All of these may be called by any thread: the ports of the channel are used under one lock.
   PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
                            std::size_t bytes);
   PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes);
-  // Moves what can be moved; true if anything did. Any thread.
+  // Moves what can be moved; true if anything did.
   bool progress();
+  // Nothing moves any more once this has returned: the arrays of what is posted may go.
+  void stop();
   bool done(const PostedTransfer& t);
+  // True if what was sent to a peer has left: see SendPort::flushed.
+  bool flushed(int peer);
   // Whom a transfer is with; kAnyPeer while that is open.
   int peer(const PostedTransfer& t);
   bool idle();
@@ -70,8 +76,12 @@ class PointToPoint {
     PostedTransfer receiving;     // its message is arriving
     Stashed* stashing = nullptr;  // or this one
     bool listening = false;       // a receive of one message is announced to the transport
+    SendPort* to = nullptr;       // once used
+    RecvPort* from = nullptr;
   };
 
+  SendPort& port_to(int peer, Peer& p);
+  RecvPort& port_from(int peer, Peer& p);
   bool progress_sends(int peer, Peer& p);
   bool progress_recvs(int peer, Peer& p);
   bool match_stash(int peer, Peer& p);
@@ -82,6 +92,7 @@ class PointToPoint {
   const Links& links_;
   int me_, channel_;
   std::mutex mutex_;
+  bool stopped_ = false;
   std::map<int, Peer> peers_;
   std::list<PostedTransfer> any_;  // receives from any peer
 };

@@ -204,7 +204,7 @@ void Recorder::end_transfer(CallRecord* record, CallState state) {
 void Recorder::waiting(const Where& where, steady_clock::time_point since) {
   const std::lock_guard lock(mutex_);
   waiting_.phase = where.phase;
-  waiting_.sequence = current_->sequence.load(std::memory_order_relaxed);
+  waiting_.sequence = current().sequence.load(std::memory_order_relaxed);
   waiting_.peer = where.peer;
   waiting_.channel = where.channel;
   waiting_.step = where.step;
@@ -251,7 +251,7 @@ int Recorder::gpu_algorithm(const std::string& name) {
 
 std::string Recorder::describe_current() const {
   Seen r;
-  if (!r.read(*current_)) return "";
+  if (!r.read(*current_.load(std::memory_order_acquire))) return "";
   std::string text = name_of_collective(r.collective) + " #" + std::to_string(r.sequence);
   if (static_cast<Collective>(r.collective) != Collective::barrier)
     text += " (" + std::string{name_of(static_cast<Dtype>(r.dtype))} + ", " +
@@ -310,8 +310,8 @@ std::string Recorder::json() const {
   o.text("state", states[static_cast<int>(state_.load(std::memory_order_relaxed))]);
   o.seconds("time", unix_time());
   Seen now;
-  const bool inside =
-      now.read(*current_) && (now.state == CallState::entered || now.state == CallState::running);
+  const bool inside = now.read(*current_.load(std::memory_order_acquire)) &&
+                      (now.state == CallState::entered || now.state == CallState::running);
   if (inside && waiting_.phase != nullptr && waiting_.sequence == now.sequence) {
     Object w;
     w.count("sequence", waiting_.sequence).text("for", waiting_.phase);

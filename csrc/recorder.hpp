@@ -47,22 +47,22 @@ class Recorder {
   void begin(std::uint64_t sequence, const Call& call, int algorithm, Order order) {
     constexpr auto plain = std::memory_order_relaxed;
     CallRecord& r = calls_[sequence % kCalls];
-    current_ = &r;
     r.describe(call, call.count, algorithm, order);
     r.state.store(CallState::entered, plain);
     r.sequence.store(sequence, std::memory_order_release);
+    current_.store(&r, std::memory_order_release);
   }
   // The elements of a call whose length is in its blocks.
-  void count(std::uint64_t elements) { current_->count.store(elements, std::memory_order_relaxed); }
+  void count(std::uint64_t elements) { current().count.store(elements, std::memory_order_relaxed); }
   // All ranks are in the call.
-  void running() { current_->state.store(CallState::running, std::memory_order_relaxed); }
+  void running() { current().state.store(CallState::running, std::memory_order_relaxed); }
   // Reading the counter takes 8 ns, as long as all the rest: short calls go without an end.
   void done() {
-    if (current_->count.load(std::memory_order_relaxed) >= kTimedCount ||
+    if (current().count.load(std::memory_order_relaxed) >= kTimedCount ||
         waited_.load(std::memory_order_relaxed))
       end(CallState::done);
     else
-      current_->state.store(CallState::done, std::memory_order_relaxed);
+      current().state.store(CallState::done, std::memory_order_relaxed);
   }
   void failed() { end(CallState::failed); }
 
@@ -106,9 +106,11 @@ class Recorder {
  private:
   enum class State { open, broken, closed };
 
+  CallRecord& current() { return *current_.load(std::memory_order_relaxed); }
+
   void end(CallState state) {
-    current_->end.store(ticks(), std::memory_order_relaxed);
-    current_->state.store(state, std::memory_order_release);
+    current().end.store(ticks(), std::memory_order_relaxed);
+    current().state.store(state, std::memory_order_release);
     waited_.store(false, std::memory_order_relaxed);
   }
   // Oldest first. The mutex is held by the caller.
@@ -118,8 +120,8 @@ class Recorder {
 
   Identity identity_;
   std::array<CallRecord, kCalls> calls_{};
-  CallRecord* current_ = calls_.data();
-  std::atomic<bool> waited_{false};  // the current call has been in a slow wait
+  std::atomic<CallRecord*> current_{calls_.data()};  // other threads describe it
+  std::atomic<bool> waited_{false};                  // the current call has been in a slow wait
   std::array<CallRecord, kCalls> transfers_{};
   std::atomic<std::uint64_t> transfers_begun_{0};
   std::atomic<State> state_{State::open};

@@ -174,6 +174,7 @@ Region::Region(const RegionShape& shape, void* base, int fd, std::uint64_t cooki
   council_ = take(sizeof(CouncilTable));
   seats_ = take(n * sizeof(Seat));
   ranks_ = take(n * sizeof(RankArea));
+  pair_lengths_ = take(n * 2 * 2 * n * sizeof(std::uint64_t));
   stages_ = take(n * shape.stage_depth * shape.stage_slot);
   results_ = take(n * shape.stage_depth * shape.stage_slot);
   fifo_controls_ = take(fifos * sizeof(FifoControl));
@@ -249,6 +250,12 @@ CouncilTable& Region::council() { return *reinterpret_cast<CouncilTable*>(base_ 
 Seat& Region::seat(int r) { return reinterpret_cast<Seat*>(base_ + seats_)[r]; }
 
 RankArea& Region::rank(int r) { return reinterpret_cast<RankArea*>(base_ + ranks_)[r]; }
+
+std::uint64_t* Region::pair_lengths(int r, std::uint64_t sequence) {
+  const std::size_t n = shape_.nranks;
+  return reinterpret_cast<std::uint64_t*>(base_ + pair_lengths_) +
+         (static_cast<std::size_t>(r) * 2 + (sequence & 1)) * 2 * n;
+}
 
 std::byte* Region::stage(int r, std::uint64_t slot) {
   return base_ + stages_ +

@@ -103,7 +103,8 @@ struct alignas(128) RankArea {
   Counter drained;    // chunks of everybody that I have consumed
   Counter reduced;    // result slots of mine that hold data
   Counter collected;  // result chunks of everybody that I have consumed
-  Counter left;       // calls on symmetric buffers that I have finished
+  Counter entered;    // calls on the arrays of peers that I have begun to work on
+  Counter left;       // and been through with
   Counter bench;      // cache_line_exchange()
   DeviceCalls device;
   alignas(128) Line lines[2][kLines];
@@ -167,6 +168,9 @@ class Region {
   CouncilTable& council();
   Seat& seat(int r);
   RankArea& rank(int r);
+  // What rank r sends to each rank in an all_to_all_v, and then what it expects of each; two sets,
+  // by parity of the call's sequence.
+  std::uint64_t* pair_lengths(int r, std::uint64_t sequence);
   std::byte* stage(int r, std::uint64_t slot);  // slot taken modulo the depth
   std::byte* result(int r, std::uint64_t slot);
   FifoControl& fifo_control(int src, int dst, int channel);
@@ -190,8 +194,8 @@ class Region {
   int fd_ = -1;
   std::uint64_t cookie_ = 0;
   // Offsets of the parts.
-  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, stages_ = 0, results_ = 0, fifo_controls_ = 0,
-              fifo_headers_ = 0, fifo_data_ = 0;
+  std::size_t council_ = 0, seats_ = 0, ranks_ = 0, pair_lengths_ = 0, stages_ = 0, results_ = 0,
+              fifo_controls_ = 0, fifo_headers_ = 0, fifo_data_ = 0;
 };
 
 // Throws Error(system): what failed, errno in words, and what can be done about it.

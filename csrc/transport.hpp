@@ -1,9 +1,9 @@
 // What an engine needs of a transport: FIFOs of slots between pairs of ranks, one per channel and
 // direction.
 //
-// A port is used by one thread at a time. Nothing here blocks: an engine polls, and waits with its
-// own policy. Messages arrive in the order in which they were committed, whole, at most
-// `slot_bytes` long.
+// A port is used by one thread at a time; a transport gives ports to any thread. Nothing here
+// blocks: an engine polls, and waits with its own policy. Messages arrive in the order in which
+// they were committed, whole, at most `slot_bytes` long.
 #pragma once
 
 #include <chrono>

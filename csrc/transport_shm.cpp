@@ -102,6 +102,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Region> region, int local_rank,
 ShmTransport::~ShmTransport() = default;
 
 SendPort& ShmTransport::send_port(int peer, int channel) {
+  const std::lock_guard lock(ports_mutex_);
   auto& port = sends_[{peer, channel}];
   if (!port)
     port = std::make_unique<Send>(*region_, local_rank_, local_of_[peer], channel, crowded_);
@@ -109,6 +110,7 @@ SendPort& ShmTransport::send_port(int peer, int channel) {
 }
 
 RecvPort& ShmTransport::recv_port(int peer, int channel) {
+  const std::lock_guard lock(ports_mutex_);
   auto& port = recvs_[{peer, channel}];
   if (!port)
     port = std::make_unique<Recv>(*region_, local_rank_, local_of_[peer], channel, crowded_);

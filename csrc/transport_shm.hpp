@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "region.hpp"
@@ -34,6 +35,7 @@ class ShmTransport final : public Transport {
   std::vector<int> local_of_;
   bool threads_;
   bool crowded_;
+  std::mutex ports_mutex_;
   std::map<std::pair<int, int>, std::unique_ptr<Send>> sends_;
   std::map<std::pair<int, int>, std::unique_ptr<Recv>> recvs_;
 };

@@ -48,8 +48,8 @@ void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
   const bool crowded = manner_.crowded && !manner_.polled;
   const microseconds yield_for = manner_.polled ? kPolledYieldFor : kYieldFor;
   const microseconds max_nap = manner_.polled ? kMaxPolledNap : kMaxNap;
-  auto start = crowded ? steady_clock::time_point{} : steady_clock::now();
-  auto next_check = start + kCheckEvery;
+  Wait wait{crowded ? steady_clock::time_point{} : steady_clock::now()};
+  auto next_check = wait.since + kCheckEvery;
   for (int turn = 0;; ++turn) {
     if (ready(context)) return;
     if (crowded) {
@@ -58,17 +58,17 @@ void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
                                    // return at once
       const auto now = steady_clock::now();
       if (now >= next_check) {
-        watch_.check(where, start);
+        watch_.check(where, wait);
         next_check = now + kCheckEvery;
       }
-      if (now - start >= yield_for) break;
+      if (now - wait.since >= yield_for) break;
     }
     sched_yield();
   }
   microseconds nap = crowded ? kMaxNap : kFirstNap;
   if (crowded) {
-    start = steady_clock::now();
-    next_check = start + kCheckEvery;
+    wait.since = steady_clock::now();
+    next_check = wait.since + kCheckEvery;
   }
   for (;;) {
     const std::uint32_t seen = doorbell_.rings.load(std::memory_order_acquire);
@@ -84,7 +84,7 @@ void Waiter::slow(bool (*ready)(void*), void* context, const Where& where) {
     nap = std::min(nap * 2, max_nap);
     const auto now = steady_clock::now();
     if (now >= next_check) {
-      watch_.check(where, start);
+      watch_.check(where, wait);
       next_check = now + kCheckEvery;
     }
   }

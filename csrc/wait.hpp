@@ -57,12 +57,18 @@ struct Where {
   std::uint64_t seen = 0;
 };
 
+// One wait, so far.
+struct Wait {
+  std::chrono::steady_clock::time_point since;
+  int closed_seen = 0;  // looks that found the peer's communicator closed
+};
+
 // Looks around while a rank waits. check() throws if the wait must end: deadline, abort, death,
 // mismatch.
 class Watch {
  public:
   virtual ~Watch() = default;
-  virtual void check(const Where& where, std::chrono::steady_clock::time_point since) = 0;
+  virtual void check(const Where& where, Wait& wait) = 0;
   // Called when a wait leaves and re-enters the fast path (the bindings give up and take back the
   // GIL there).
   virtual void enter_slow() {}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .. import _core
 from ..array import Stream
 from ..array.torch_streams import current_stream
+from ..work import Held
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
@@ -57,7 +58,7 @@ class BaseGroup(dist.ProcessGroup):
         self._barriers = itertools.count()
         self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
-        self._moving: list[tuple[Any, Any]] = []  # sends and receives, and what they need
+        self._moving: list[Held] = []  # what sends and receives need
         self._on_gpu = Moving()
         self._closed = False
         _groups.add(self)

@@ -33,6 +33,7 @@ from ..communicator import Communicator
 from ..device import DeviceEngine
 from ..errors import AbortedError, CollectiveError, DeadlineError
 from ..schedule import is_written
+from ..work import Held
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +158,7 @@ class MainTrack:
         self._lock = threading.Lock()
         # Another lock: who sees a call end must not wait for a call that a thread is in.
         self._held_lock = threading.Lock()
-        self._held: deque[tuple[Any, Any]] = deque()
+        self._held: deque[Held] = deque()
         self._all_reduce_choices = comm._table("all_reduce")
         self._device_plans: dict[
             int, object
@@ -227,16 +228,17 @@ class MainTrack:
         self.release()
         with self._lock:
             self.calls += 1
-            handle = self.comm._submit(*arguments(self.comm, step))
-            number = self.calls
+            number, call, held = self.calls, arguments(self.comm, step), Held((keep,))
             with self._held_lock:
-                self._held.append((handle, keep))
+                self._held.append(held)
+            handle = self.comm._submit(*call)
+            held.done = handle.done
         return handle, number
 
     def release(self) -> None:
         """Lets go of what was kept for calls that have ended."""
         with self._held_lock:
-            while self._held and self._held[0][0].done():
+            while self._held and self._held[0].done():
                 self._held.popleft()
 
 

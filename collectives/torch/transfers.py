@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import UnsupportedError
+from ..work import Held
 from .base import BaseGroup
 from .moving import MovedWork
 from .tensors import Call, Tensor, dense, moved
@@ -33,10 +35,10 @@ class Transfers(BaseGroup):
             return self._move(True, peer, tag, call, call.source(tensor), tensor)
         held = dense(tensor if tensor.is_cpu else tensor.detach().cpu())
         number, _ = moved(held)
-        posted = self._main.comm._core.post_send(
-            peer, tag, number, held.data_ptr(), held.nbytes, True
+        post = partial(
+            self._main.comm._core.post_send, peer, tag, number, held.data_ptr(), held.nbytes, True
         )
-        return self._under_way(posted, [tensor], None, (tensors, held))
+        return self._put_under_way(post, [tensor], None, (tensors, held))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
         tensor, peer, tag = _one(tensors), self._peer(src), self._tag(tag)
@@ -67,10 +69,10 @@ class Transfers(BaseGroup):
         if landing is not tensor:
             call.after.append(lambda: tensor.detach().copy_(landing))
         number, _ = moved(held)
-        posted = self._main.comm._core.post_recv(
-            peer, tag, number, held.data_ptr(), held.nbytes, True
+        post = partial(
+            self._main.comm._core.post_recv, peer, tag, number, held.data_ptr(), held.nbytes, True
         )
-        return self._under_way(posted, [tensor], call.finish, (tensor, held, landing))
+        return self._put_under_way(post, [tensor], call.finish, (tensor, held, landing))
 
     def _from_gpu(self, tensor: Tensor) -> bool:
         """Does it go from GPU to GPU? If it does not, though it is there, the ranks hear of that
@@ -94,11 +96,15 @@ class Transfers(BaseGroup):
             self._on_gpu.go(self._main, self._sides, call.device)
         return self._note(work)
 
-    def _under_way(self, posted: Any, outputs: Any, finish: Any, keep: Any) -> dist.Work:
-        handle = TransferHandle(self._main.comm._core, posted)
-        # What is under way is kept, whether or not anybody holds the work.
-        self._moving = [(h, k) for h, k in self._moving if not h.done()]
-        self._moving.append((handle, keep))
+    def _put_under_way(
+        self, post: Callable[[], Any], outputs: Any, finish: Any, keep: tuple[Any, ...]
+    ) -> dist.Work:
+        """Kept until it is done, whether or not anybody holds the work."""
+        held = Held(keep)
+        self._moving = [one for one in self._moving if not one.done()]
+        self._moving.append(held)
+        handle = TransferHandle(self._main.comm._core, post())
+        held.done = handle.done
         return self._note(TransferWork([handle], outputs, finish, keep, self, key=0))
 
     def _peer(self, rank: int) -> int:
