@@ -122,10 +122,7 @@ class PointToPoint(Calls):
             self._core.transfer(transfers)
             return result()
         held = self._in_flight.hold(keep)
-        posted = [
-            (self._core.post_send if sends else self._core.post_recv)(*transfer, True)
-            for sends, *transfer in transfers
-        ]
+        posted = [self._core.post(transfer, True) for transfer in transfers]
         work = TransferWork(self._core, posted, result, held)
         return work if self._group is None else self._group.add_transfers(work)
 

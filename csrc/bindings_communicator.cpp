@@ -22,6 +22,18 @@ namespace py = pybind11;
 namespace collectives {
 namespace {
 
+// Does it send, peer, tag, dtype, data, bytes.
+using MessageTuple = std::tuple<bool, int, std::uint32_t, int, std::uintptr_t, std::size_t>;
+
+Communicator::Message message_of(const MessageTuple& t) {
+  return {std::get<0>(t),
+          std::get<1>(t),
+          std::get<2>(t),
+          static_cast<Dtype>(std::get<3>(t)),
+          reinterpret_cast<void*>(std::get<4>(t)),
+          std::get<5>(t)};
+}
+
 py::tuple make_caller(const CommunicatorPtr& comm,
                       const std::vector<std::pair<std::uint64_t, int>>& all_reduce_choice) {
   const auto wrap = [](std::shared_ptr<Work> work) {
@@ -169,29 +181,15 @@ void bind_communicator(py::module_& m) {
       .def("look_around", &Communicator::look_around)
       .def("abort", &Communicator::abort)
       .def(
-          "post_send",
-          [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data,
-             std::size_t bytes, bool background) {
-            return c.post_send(peer, tag, static_cast<Dtype>(dtype),
-                               reinterpret_cast<const void*>(data), bytes, background);
-          },
-          py::call_guard<WithoutGil>())
-      .def(
-          "post_recv",
-          [](Communicator& c, int peer, std::uint32_t tag, int dtype, std::uintptr_t data,
-             std::size_t bytes, bool background) {
-            return c.post_recv(peer, tag, static_cast<Dtype>(dtype), reinterpret_cast<void*>(data),
-                               bytes, background);
+          "post",
+          [](Communicator& c, const MessageTuple& message, bool background) {
+            return c.post(message_of(message), background);
           },
           py::call_guard<WithoutGil>())
       .def("transfer",
-           [](Communicator& c,
-              const std::vector<std::tuple<bool, int, std::uint32_t, int, std::uintptr_t,
-                                           std::size_t>>& transfers) {
+           [](Communicator& c, const std::vector<MessageTuple>& tuples) {
              std::vector<Communicator::Message> messages;
-             for (const auto& [sends, peer, tag, dtype, data, bytes] : transfers)
-               messages.push_back({sends, peer, tag, static_cast<Dtype>(dtype),
-                                   reinterpret_cast<void*>(data), bytes});
+             for (const MessageTuple& t : tuples) messages.push_back(message_of(t));
              c.transfer(messages);
            })
       .def("wait", &Communicator::wait)

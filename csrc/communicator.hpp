@@ -147,14 +147,6 @@ class Communicator : public Watch {
   // For Task::run.
   void run_in_turn(const Call& call, const Options& options) { execute(call, options); }
 
-  PostedTransfer post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
-                           std::size_t bytes, bool background);
-  PostedTransfer post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data, std::size_t bytes,
-                           bool background);
-  // Until all are done; throws the first error.
-  void wait(const std::vector<PostedTransfer>& posted);
-  // Sends and receives these. Whatever it throws, nothing moves into or out of their memory
-  // afterwards.
   struct Message {
     bool sends;
     int peer;
@@ -163,6 +155,12 @@ class Communicator : public Watch {
     void* data;  // only read where it sends
     std::size_t bytes;
   };
+  // `background`: it moves whether or not anybody waits for it.
+  PostedTransfer post(const Message& message, bool background);
+  // Until all are done; throws the first error.
+  void wait(const std::vector<PostedTransfer>& posted);
+  // Sends and receives these. Whatever it throws, nothing moves into or out of their memory
+  // afterwards.
   void transfer(const std::vector<Message>& messages);
   // True also if it will never be, since the communicator is broken: wait() then throws.
   bool done(const PostedTransfer& t);

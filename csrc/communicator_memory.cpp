@@ -14,25 +14,14 @@ namespace collectives {
 
 // ---- point to point ---------------------------------------------------------------------------
 
-PostedTransfer Communicator::post_send(int peer, std::uint32_t tag, Dtype dtype, const void* data,
-                                       std::size_t bytes, bool background) {
+PostedTransfer Communicator::post(const Message& m, bool background) {
   check_open();
   if (background) start_transfer_worker();
   CallRecord* const record =
-      recorder_->transfer(Recorder::kSend, dtype, bytes / size_of(dtype), peer, tag);
-  auto t = p2p_->post_send(peer, tag, dtype, data, bytes);
-  t->record = record;
-  if (background && !p2p_->done(t)) wake_transfer_worker();
-  return t;
-}
-
-PostedTransfer Communicator::post_recv(int peer, std::uint32_t tag, Dtype dtype, void* data,
-                                       std::size_t bytes, bool background) {
-  check_open();
-  if (background) start_transfer_worker();
-  CallRecord* const record =
-      recorder_->transfer(Recorder::kRecv, dtype, bytes / size_of(dtype), peer, tag);
-  auto t = p2p_->post_recv(peer, tag, dtype, data, bytes);
+      recorder_->transfer(m.sends ? Recorder::kSend : Recorder::kRecv, m.dtype,
+                          m.bytes / size_of(m.dtype), m.peer, m.tag);
+  auto t = m.sends ? p2p_->post_send(m.peer, m.tag, m.dtype, m.data, m.bytes)
+                   : p2p_->post_recv(m.peer, m.tag, m.dtype, m.data, m.bytes);
   t->record = record;
   if (background && !p2p_->done(t)) wake_transfer_worker();
   return t;
@@ -44,9 +33,7 @@ void Communicator::transfer(const std::vector<Message>& messages) {
   std::vector<PostedTransfer> posted;
   posted.reserve(messages.size());
   try {
-    for (const Message& m : messages)
-      posted.push_back(m.sends ? post_send(m.peer, m.tag, m.dtype, m.data, m.bytes, false)
-                               : post_recv(m.peer, m.tag, m.dtype, m.data, m.bytes, false));
+    for (const Message& m : messages) posted.push_back(post(m, false));
   } catch (const std::exception& error) {
     leave_path(ErrorKind::aborted, error.what());
     throw;

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,6 +13,9 @@ from .base import BaseGroup
 from .moving import MovedWork
 from .tensors import Call, Tensor, dense, moved
 from .work import TransferHandle, TransferWork
+
+if TYPE_CHECKING:
+    from .. import _core
 
 ANY = -1
 
@@ -35,10 +37,8 @@ class Transfers(BaseGroup):
             return self._move(True, peer, tag, call, call.source(tensor), tensor)
         held = dense(tensor if tensor.is_cpu else tensor.detach().cpu())
         number, _ = moved(held)
-        post = partial(
-            self._main.comm._core.post_send, peer, tag, number, held.data_ptr(), held.nbytes, True
-        )
-        return self._put_under_way(post, [tensor], None, (tensors, held))
+        message = (True, peer, tag, number, held.data_ptr(), held.nbytes)
+        return self._post(message, [tensor], None, (tensors, held))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
         tensor, peer, tag = _one(tensors), self._peer(src), self._tag(tag)
@@ -69,10 +69,8 @@ class Transfers(BaseGroup):
         if landing is not tensor:
             call.after.append(lambda: tensor.detach().copy_(landing))
         number, _ = moved(held)
-        post = partial(
-            self._main.comm._core.post_recv, peer, tag, number, held.data_ptr(), held.nbytes, True
-        )
-        return self._put_under_way(post, [tensor], call.finish, (tensor, held, landing))
+        message = (False, peer, tag, number, held.data_ptr(), held.nbytes)
+        return self._post(message, [tensor], call.finish, (tensor, held, landing))
 
     def _from_gpu(self, tensor: Tensor) -> bool:
         """Does it go from GPU to GPU? If it does not, though it is there, the ranks hear of that
@@ -96,14 +94,15 @@ class Transfers(BaseGroup):
             self._on_gpu.go(self._main, self._sides, call.device)
         return self._note(work)
 
-    def _put_under_way(
-        self, post: Callable[[], Any], outputs: Any, finish: Any, keep: tuple[Any, ...]
+    def _post(
+        self, message: _core.Message, outputs: Any, finish: Any, keep: tuple[Any, ...]
     ) -> dist.Work:
-        """Kept until it is done, whether or not anybody holds the work."""
+        """What it needs is kept until it is done, whether or not anybody holds the work."""
         held = Held(keep)
         self._moving = [one for one in self._moving if not one.done()]
         self._moving.append(held)
-        handle = TransferHandle(self._main.comm._core, post())
+        core = self._main.comm._core
+        handle = TransferHandle(core, core.post(message, True))
         held.done = handle.done
         return self._note(TransferWork([handle], outputs, finish, keep, self, key=0))
 

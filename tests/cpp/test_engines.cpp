@@ -189,8 +189,8 @@ void rank_body(int rank, int n, Shared& shared) {
     std::vector<std::int32_t> out(50000, rank), in(out.size(), -1);
     const int next = (rank + 1) % n, previous = (rank - 1 + n) % n;
     std::vector<PostedTransfer> posted = {
-        comm.post_recv(previous, 7, Dtype::int32, in.data(), in.size() * 4, false),
-        comm.post_send(next, 7, Dtype::int32, out.data(), out.size() * 4, false)};
+        comm.post({false, previous, 7, Dtype::int32, in.data(), in.size() * 4}, false),
+        comm.post({true, next, 7, Dtype::int32, out.data(), out.size() * 4}, false)};
     comm.wait(posted);
     if (in.back() != previous)
       fail("a message of rank " + std::to_string(previous) + " arrived wrong");
