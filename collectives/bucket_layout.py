@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
+_FLOATS = ("float", "bfloat", "complex")  # how the names of dtypes begin that gradients may have
+
 
 class Spec(NamedTuple):
     """A parameter, as buckets see it."""
@@ -115,13 +117,18 @@ def order_of_rank_0(
 
 def spec_of(name: str, x: Any, dtype: Any) -> Spec:
     """Of a parameter (an array, or a Spec already) whose gradient is carried in `dtype`, its own if
-    None. Raises ArrayTypeError if it is no float.
+    None. Raises ArrayTypeError if it is no float, or its gradient would be no such number there.
     """
     if isinstance(x, Spec):
         return x
     array = native(x, f"parameter {name!r}")
     own = dtype_name(array.dtype)
-    if not own.startswith(("float", "bfloat", "complex")):
+    if not own.startswith(_FLOATS):
         raise ArrayTypeError(f"parameter {name!r} is {own}; gradients need a float dtype")
     carried = own if dtype is None else dtype_name(dtype)
+    if not carried.startswith("complex" if own.startswith("complex") else _FLOATS):
+        raise ArrayTypeError(
+            f"parameter {name!r} is {own}, and dtype={carried} cannot hold its gradient; "
+            + ("reduce it in a complex dtype" if carried.startswith(_FLOATS) else "name a float")
+        )
     return Spec(tuple(array.shape), own, device_name(array), carried)

@@ -261,7 +261,7 @@ class Bucketer:
         """
         if self._running:
             raise CollectiveError("no_sync() must begin before the first ready() of a pass")
-        self._sync = False
+        before, self._sync = self._sync, False  # one block may be within another
         try:
             yield
             self._flush()
@@ -269,7 +269,7 @@ class Bucketer:
             self.discard(error)
             raise
         finally:
-            self._sync = True
+            self._sync = before
             self._running = False
 
     def discard(self, cause: BaseException) -> bool:

@@ -173,6 +173,22 @@ def test_no_sync_adds_up(transient, scale):
     assert min(cc.run_threads(3, body, timeout=20)) > 3
 
 
+def test_no_sync_within_no_sync():
+    """The inner block does not end the outer one."""
+
+    def body(comm):
+        bucketer = Bucketer(comm, {"w": np.zeros(2)})
+        with bucketer.no_sync():
+            with bucketer.no_sync():
+                bucketer.ready("w", np.ones(2))
+            bucketer.ready("w", np.ones(2))
+        bucketer.ready("w", np.ones(2))
+        bucketer.finish()
+        return bucketer.view("w").tolist()
+
+    assert cc.run_threads(2, body, timeout=20) == [[6.0, 6.0]] * 2
+
+
 def test_transient_buckets_that_are_filled_in_another_order_have_enough_memory():
     """A layout with a larger bucket than those of the first."""
     sizes = {"a": 3, "b": 3, "c": 2}
@@ -337,6 +353,16 @@ def test_a_gradient_of_another_kind(wrong, words):
         bucketer.finish()
 
     assert words in refusal(2, body)
+
+
+@pytest.mark.parametrize(
+    ("own", "carried"),
+    [("float64", "int32"), ("float32", "bool"), ("complex64", "float32"), ("complex64", "int64")],
+)
+def test_dtypes_that_cannot_hold_gradients(own, carried):
+    words = f"parameter 'w' is {own}, and dtype={carried} cannot hold its gradient"
+    with pytest.raises(cc.ArrayTypeError, match=words):
+        cc.run_threads(1, lambda comm: Bucketer(comm, {"w": np.zeros(3, own)}, dtype=carried))
 
 
 def test_an_unknown_name():
