@@ -72,6 +72,42 @@ def test_dtypes_of_a_module_stay_what_they_are():
         assert cc.run_threads(2, body, stage, timeout=20) == [wanted] * 2
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_parameters_of_few_bits_have_masters(kind):
+    """AdamW moves them by 0.01 in a step, which is lost in a parameter of 8 bits."""
+    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+
+    def function(params, batch, emit):
+        assert params["w"].dtype == dtype
+        emit("w", np.ones(4, dtype))
+        return 0.0
+
+    def body(comm, stage):
+        params = {"w": np.ones(4, dtype)}
+        optimizer = AdamW(lr=0.01, weight_decay=0.0)
+        trainer = Trainer(function, optimizer, comm, params=params, sharding=stage)
+        for _ in range(30):
+            trainer.step(np.ones(2))
+        kept = trainer.parameters()["w"]
+        with trainer.gathered() as seen:
+            assert (seen["w"] == kept.astype(dtype)).all()
+        return kept
+
+    for stage in (0, 3):
+        for kept in cc.run_threads(2, body, stage, timeout=20):
+            assert kept.dtype == np.float32
+            assert np.allclose(kept, 0.7, atol=1e-4)
+
+
+def test_parameters_of_8_bits_need_masters():
+    def body(comm):
+        params = {"w": np.ones(4, ml_dtypes.float8_e4m3fn)}
+        Trainer(decay, SGD(lr=0.1), comm, params=params, master_weights=False)
+
+    with pytest.raises(ValueError, match="keeps parameters in float8_e4m3"):
+        cc.run_threads(1, body, timeout=20)
+
+
 def test_frozen_integers_stay_integers():
     """300 is none of bfloat16."""
 

@@ -119,6 +119,112 @@ def test_tied_frozen_and_grouped_parameters(stage):
     assert cc.run_threads(2, body, timeout=20) == [wanted] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize(("emitted", "moved"), [("ab", -11.0), ("a", -1.0), ("b", -10.0)])
+def test_a_tied_parameter_gets_what_is_emitted(stage, find_unused, emitted, moved):
+    """Under whichever of its names, out of memory that the function uses again."""
+
+    def function(params, batch, emit):
+        scratch = np.empty(())
+        for name in emitted:
+            scratch[...] = {"a": 1.0, "b": 10.0}[name]
+            emit(name, scratch)
+        scratch[...] = 99.0
+        return 0.0
+
+    def body(comm):
+        tied = np.zeros(())
+        trainer = Trainer(
+            function, SGD(lr=1.0), comm, params={"a": tied, "b": tied}, sharding=stage,
+            find_unused=find_unused,
+        )  # fmt: skip
+        trainer.step(np.zeros(1))
+        return float(trainer.parameters()["a"])
+
+    assert cc.run_threads(2, body, timeout=20) == [moved] * 2
+
+
+@pytest.mark.parametrize(
+    ("emitted", "words"),
+    [
+        ({"a": (3,), "b": (1,)}, r"gradient of 'b' has shape \(1,\), that of what it is tied with"),
+        ([("a", 3), ("a", 3)], "gradient of 'a' was emitted twice"),
+        ([("a", 3), ("b", 3), ("b", 3)], "gradient of 'b' was emitted twice"),
+    ],
+)
+def test_wrong_gradients_of_a_tied_parameter(emitted, words):
+    def function(params, batch, emit):
+        for name, shape in emitted.items() if isinstance(emitted, dict) else emitted:
+            emit(name, np.ones(shape))
+        return 0.0
+
+    def body(comm):
+        tied = np.zeros(3)
+        trainer = Trainer(function, SGD(lr=1.0), comm, params={"a": tied, "b": tied})
+        with pytest.raises((ValueError, cc.ArrayError), match=words):
+            trainer.step(np.zeros(1))
+        assert not trainer.parameters()["a"].any()
+
+    cc.run_threads(1, body, timeout=20)
+
+
+def test_a_frozen_parameter_of_two_names():
+    def function(params, batch, emit):
+        for name in "wab":
+            emit(name, np.ones(3))
+        return 0.0
+
+    def body(comm):
+        tied = np.zeros(3)
+        trainer = Trainer(
+            function, SGD(lr=1.0), comm, params={"a": tied, "b": tied, "w": np.zeros(3)},
+            frozen=["a", "b"],
+        )  # fmt: skip
+        trainer.step(np.zeros(1))
+        return trainer.parameters()["w"].tolist()
+
+    assert cc.run_threads(1, body, timeout=20) == [[-1.0] * 3]
+
+
+def test_one_frozen_parameter_need_be_in_no_list():
+    """Its letters are not taken for names."""
+
+    def body(comm):
+        params = {name: np.zeros(3) for name in ("a", "b", "ab")}
+        return Trainer(linear, SGD(lr=1.0), comm, params=params, frozen="ab").names
+
+    assert cc.run_threads(1, body, timeout=20) == [["a", "b"]]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_no_gradient_is_none_in_words(stage, precision):
+    """Not the one of the step before."""
+    emitted = [1, 1]  # by rank
+
+    def function(params, batch, emit):
+        rank = int(batch[0])
+        emitted[rank] += 1
+        emit("w", None if emitted[rank] == 3 else params["w"] * 0 + 1)
+        return 0.0
+
+    def body(comm):
+        trainer = Trainer(
+            function, SGD(lr=1.0), comm, params={"w": np.zeros(2, np.float32)}, sharding=stage,
+            precision=precision,
+        )  # fmt: skip
+        batch = np.full(1, comm.rank)
+        trainer.step(batch)
+        before = models.bits(trainer.parameters())
+        with pytest.raises(ValueError, match=r"emit\('w', None\) is no gradient"):
+            trainer.step(batch)
+        assert models.bits(trainer.parameters()) == before
+        trainer.step(batch)
+
+    cc.run_threads(2, body, timeout=20)
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_unused_parameters_are_left_alone(stage, static):

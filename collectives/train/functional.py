@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..array import device_name, empty, native, numpy_dtype
-from ..errors import CollectiveError, did_you_mean
+from ..errors import ArrayError, CollectiveError, did_you_mean
 from .model import Model, Ready, Sink
 from .settings import is_real
 from .sharding import Shard
@@ -28,21 +30,52 @@ class Emit:
         self._model = model
         self._weight = weight
         self._ready = ready
-        self._parts: dict[str, list[Any]] = {}  # gradients of tied parameters, until all are there
+        self._sums: dict[str, Any] = {}  # of tied parameters, until all gradients are there
+        self._came: set[str] = set()  # names of tied parameters
 
     def __call__(self, name: str, grad: Any) -> None:
         model = self._model
-        if name in model.frozen:
-            return
         owner = model.owner(name)
-        names = model.tied[owner]
-        if len(names) > 1:
-            parts = self._parts.setdefault(owner, [])
-            parts.append(native(grad, f"gradient of {name!r}"))
-            if len(parts) < len(names):
+        if owner in model.frozen:
+            return
+        if grad is None:
+            raise ValueError(
+                f"emit({name!r}, None) is no gradient; do not emit it, with find_unused=True, if "
+                "there is none"
+            )
+        if len(model.tied[owner]) > 1:
+            self._add(owner, name, native(grad, f"gradient of {name!r}"))
+            if not self._came.issuperset(model.tied[owner]):
                 return
-            grad = sum(parts[1:], start=parts[0])
+            grad = self._sums.pop(owner)
         self._ready(owner, grad, self._weight)
+
+    def end(self) -> None:
+        """The function has returned: tied parameters have the gradients that came by now."""
+        while self._sums:
+            owner, grad = self._sums.popitem()
+            self._ready(owner, grad, self._weight)
+
+    def _add(self, owner: str, name: str, grad: Any) -> None:
+        """Takes one of the gradients of a tied parameter, whose memory the function may use again.
+
+        Raises ValueError if it came before, ArrayError if it does not have the others' shape.
+        """
+        if name in self._came:
+            raise ValueError(f"the gradient of {name!r} was emitted twice in one pass")
+        self._came.add(name)
+        held = self._sums.get(owner)
+        if held is None:
+            self._sums[owner] = grad.copy()
+            return
+        if held.shape != grad.shape:
+            raise ArrayError(
+                f"the gradient of {name!r} has shape {tuple(grad.shape)}, that of what it is tied "
+                f"with {tuple(held.shape)}"
+            )
+        held = held.astype(np.promote_types(held.dtype, grad.dtype), copy=False)
+        held += grad
+        self._sums[owner] = held
 
 
 class Parameters(Mapping[str, Any]):
@@ -68,7 +101,7 @@ class FunctionModel(Model):
               emit(name, gradient of the loss) once for each name; in the order of backward is best.
               It may instead return (loss, dict of gradients).
     params    arrays by name: numpy, cupy or jax. The same array under two names is one parameter,
-              tied: its gradient is the sum of those emitted under both.
+              tied: its gradient is the sum of those emitted under both, or the one that is.
     frozen    names of parameters that have no gradient
     """
 
@@ -78,6 +111,7 @@ class FunctionModel(Model):
         params: Mapping[str, Any],
         frozen: Sequence[str] = (),
     ) -> None:
+        frozen = [frozen] if isinstance(frozen, str) else frozen
         unknown = [name for name in frozen if name not in params]
         if unknown:
             raise ValueError(
@@ -154,6 +188,7 @@ class FunctionModel(Model):
             loss, grads = loss
             for name, grad in grads.items():
                 emit(name, grad)
+        emit.end()
         return loss
 
     def take(self, shard: Shard) -> Any:

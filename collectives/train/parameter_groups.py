@@ -31,10 +31,11 @@ def parameter_groups(
 ) -> ParameterGroups:
     """Takes an optimizer apart into one for each group.
 
-    groups  {"params": [names or patterns], **settings of the optimizer}
+    groups  {"params": [names or patterns], **settings of the optimizer}; a name stands for itself,
+            whatever is in it
 
     Raises TypeError for what is no optimizer, ValueError for groups that name no parameter, one
-    twice, or a setting that the optimizer does not have.
+    that is in another group, or a setting that the optimizer does not have.
     """
     optimizers: list[Any] = [optimizer]
     number = dict.fromkeys(model.parameters, 0)
@@ -53,18 +54,25 @@ def parameter_groups(
         )
     for group in groups:
         settings = dict(group)
-        patterns = settings.pop("params")
+        patterns = settings.pop("params", None)
+        if patterns is None:
+            raise ValueError(
+                f"groups: {dict(group)} does not say whose it is; name parameters under 'params'"
+            )
+        if isinstance(patterns, str):
+            patterns = [patterns]
         try:
             optimizers.append(dataclasses.replace(optimizer, **settings))
         except TypeError as error:
             raise ValueError(f"groups: {error}") from None
+        mine = len(optimizers) - 1
         for pattern in patterns:
-            names = fnmatch.filter(number, pattern)
+            names = [pattern] if pattern in number else fnmatch.filter(number, pattern)
             if not names:
                 hint = did_you_mean(pattern, number)
                 raise ValueError(f"groups: no parameter is like {pattern!r}; {hint}")
-            twice = [n for n in names if number[n]]
+            twice = [n for n in names if number[n] not in (0, mine)]
             if twice:
                 raise ValueError(f"groups: {twice[0]!r} is in two groups")
-            number |= dict.fromkeys(names, len(optimizers) - 1)
+            number |= dict.fromkeys(names, mine)
     return ParameterGroups(optimizers, number, None)

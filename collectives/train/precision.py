@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..array import device_name, dtype_name
+from ..array.dtypes import ITEM_SIZES
 from ..bucket_layout import Spec
 from ..errors import did_you_mean
 
@@ -30,7 +31,7 @@ def compute_dtype(precision: str | None) -> str | None:
 
 def wide_dtype(dtype: str) -> str:
     """In which an optimizer computes with what it keeps in `dtype`."""
-    return "float32" if dtype in ("bfloat16", "float16") else dtype
+    return "float32" if ITEM_SIZES[dtype] < 4 else dtype
 
 
 def kept_dtype(given: str, used: str, master_weights: bool) -> str:
@@ -39,7 +40,15 @@ def kept_dtype(given: str, used: str, master_weights: bool) -> str:
 
 
 def check_kept(kept: Collection[str], slots: Collection[str]) -> None:
-    """Raises ValueError if state of these names cannot be kept in one of these dtypes."""
+    """Raises ValueError if parameters, with state of these names, cannot be kept in one of these
+    dtypes.
+    """
+    tiny = sorted(dtype for dtype in kept if dtype.startswith("float8"))
+    if tiny:
+        raise ValueError(
+            f"master_weights=False keeps parameters in {tiny[0]}, where a step of less than 1/16 "
+            "of a parameter leaves it as it was: train them with master weights"
+        )
     # (1 - 0.999) g^2 rounds to zero below 2^-25, half of the least float16.
     if "float16" in kept and "second" in slots:
         raise ValueError(
