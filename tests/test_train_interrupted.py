@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import models
 import numpy as np
@@ -12,6 +13,9 @@ from worlds import outcomes
 
 import collectives as cc
 from collectives.bucketing import Bucketer
+from collectives.train import SGD, Trainer
+from collectives.train.batches import samples
+from collectives.train.losses import told
 
 STAGES = [(0, None), (2, None), (3, None), (3, "node")]
 
@@ -118,6 +122,122 @@ def test_where_one_rank_alone_raises_all_hear_of_it(mode, where, call):
     assert [type(e) for e in found[1]].count(Fault) == 1
     for raised in found:
         assert "Fault: of the model" in str(raised[-1]), raised
+
+
+def not_finite(step):
+    return float("nan")
+
+
+def nothing(step):
+    return None
+
+
+@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize(
+    "loss", [None, np.zeros(2), np.zeros(0), 1j, np.array(1j), "no", object], ids=repr
+)
+def test_a_loss_that_is_no_number_has_no_effect(mode, loss):
+    """Of one rank: no other takes the step either, and all hear why."""
+
+    def function(params, batch, emit):
+        given = models.loss_and_grads(params, batch[:2], emit)
+        return loss if batch[2][0] == 1 else given
+
+    def body(comm):
+        trainer = make(comm, mode, function=function)
+        before = [shard.master.tobytes() for shard in trainer.store.shards]
+        raised = []
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError, cc.CollectiveError)) as ended:
+                trainer.step(batch_of(comm))
+            raised.append(ended.value)
+        assert [shard.master.tobytes() for shard in trainer.store.shards] == before
+        assert trainer.updates == trainer.steps == 0
+        return raised
+
+    found = cc.run_threads(3, body, nodes=NODES[3], timeout=100)
+    for raised in found:
+        assert "the model returned a loss of" in str(raised[-1]), raised
+    assert not isinstance(found[1][0], cc.CollectiveError)
+
+
+@pytest.mark.parametrize(
+    "loss", [1, 0.5, np.float32(0.5), np.array([[2]]), np.array(3.0, np.float16)], ids=repr
+)
+def test_losses_that_are_numbers(loss):
+    def function(params, batch, emit):
+        emit("w", np.ones(2))
+        return loss
+
+    def body(comm):
+        trainer = Trainer(function, SGD(lr=1.0), comm, params={"w": np.zeros(2)})
+        return trainer.step(np.ones(1)).loss
+
+    assert cc.run_threads(2, body, timeout=20) == [float(np.asarray(loss).ravel()[0])] * 2
+
+
+def test_losses_on_gpus_are_not_waited_for():
+    """Their shape and dtype are looked at."""
+
+    class There:
+        shape, dtype, device = (), "float32", SimpleNamespace(type="cuda")
+
+    class Many(There):
+        shape = (2,)
+
+    class Odd(There):
+        dtype = "complex64"
+
+    loss = There()
+    assert told(loss) is loss
+    with pytest.raises(ValueError, match=r"a loss of shape \(2,\)"):
+        told(Many())
+    with pytest.raises(TypeError, match="a loss of complex64"):
+        told(Odd())
+
+
+@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize("wrong", [(3,), [None], {}, "counts"], ids=repr)
+def test_a_bad_batch_on_one_rank(mode, wrong):
+    """All hear of it, and no rank is paired with another's next step."""
+
+    def count(batch):
+        if batch == "counts":
+            raise Fault("of counting")
+        return samples(batch)
+
+    def body(comm):
+        trainer = make(comm, mode, function=faulty(lambda *_: False), count=count, accumulate=2)
+        raised = []
+        for step in range(3):
+            bad = comm.rank == 0 and step == 1
+            try:
+                trainer.step([wrong, wrong] if bad and wrong == "counts" else wrong if bad
+                             else batch_of(comm, step))  # fmt: skip
+            except Exception as error:
+                raised.append(error)
+        return trainer.updates, raised
+
+    found = cc.run_threads(3, body, nodes=NODES[3], timeout=100)
+    (_, (first, *_)), *_ = found
+    assert not isinstance(first, cc.CollectiveError)
+    for updates, raised in found:
+        assert updates == 1
+        assert len(raised) == 2 and str(first) in str(raised[-1]), raised
+
+
+@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize("schedule", [not_finite, nothing])
+def test_a_factor_that_is_no_finite_number(mode, schedule):
+    def body(comm):
+        trainer = make(comm, mode, function=faulty(lambda *_: False), schedule=schedule)
+        before = models.bits(trainer.parameters())
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"the factor of step 0 is (nan|None), and must"):
+                trainer.step(batch_of(comm))
+        assert models.bits(trainer.parameters()) == before
+
+    cc.run_threads(3, body, nodes=NODES[3], timeout=20)
 
 
 @pytest.mark.parametrize("transient", [False, True])

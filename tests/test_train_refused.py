@@ -141,6 +141,14 @@ def test_parameters_used_in_different_orders():
         ({"frozen": ["w11"]}, "did you mean 'w1'"),
         ({"groups": [{"params": ["x*"], "lr": 1.0}]}, "no parameter is like 'x*'"),
         ({"groups": [{"params": ["w1"], "rate": 1.0}]}, "rate"),
+        ({"groups": [{"lr": 1.0}]}, "groups: {'lr': 1.0} does not say whose it is"),
+        (
+            {"groups": [{"params": ["w1"], "lr": 1.0}, {"params": ["w*"], "lr": 1.0}]},
+            "groups: 'w1' is in two groups",
+        ),
+        ({"reduce_dtype": "int32"}, "reduce_dtype='int32' cannot hold gradients"),
+        ({"reduce_dtype": "bool"}, "reduce_dtype='bool'"),
+        ({"reduce_dtype": np.complex64}, "reduce_dtype='complex64'"),
         ({"groups": [{"params": ["w1"], "lr": -1.0}]}, "must be >= 0"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
@@ -149,6 +157,32 @@ def test_wrong_settings(more, words):
     with pytest.raises(ValueError) as told:
         cc.run_threads(1, lambda comm: make(comm, **more))
     assert words in str(told.value)
+
+
+def test_names_and_patterns_of_groups():
+    """A name stands for itself; patterns of one group may overlap; one alone need be in no list."""
+
+    def body(comm, patterns):
+        def function(params, batch, emit):
+            for name in params:
+                emit(name, np.ones(2))
+            return 0.0
+
+        names = ("layers[0].w", "layers0.w", "a.bias")
+        trainer = Trainer(
+            function, SGD(lr=1.0), comm, params={name: np.zeros(2) for name in names},
+            groups=[{"params": patterns, "lr": 0.0}],
+        )  # fmt: skip
+        trainer.step(np.ones(2))
+        return [name for name, w in trainer.parameters().items() if not w.any()]
+
+    for patterns, wanted in (
+        (["layers[0].w"], ["layers[0].w"]),
+        (["layers[0-9].w"], ["layers0.w"]),
+        (["*bias", "a.*"], ["a.bias"]),
+        ("*bias", ["a.bias"]),
+    ):
+        assert cc.run_threads(1, body, patterns) == [wanted]
 
 
 class Linear:

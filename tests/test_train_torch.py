@@ -371,8 +371,9 @@ def test_the_schedule_of_an_optimizer_of_torch():
         trainer = make(comm, net=net, optimizer=optimizer, schedule=WarmUp(2))
         rates = []
         for step in range(4):
-            trainer.step(data(step))
+            told = trainer.step(data(step)).lr
             rates.append(optimizer.param_groups[0]["lr"])
+            assert told == rates[-1]
         return rates
 
     seeded()

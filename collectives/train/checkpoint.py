@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .data_parallel import Trainer
 
 INDEX = "checkpoint.json"
-_FORMAT = 3
+_FORMAT = 4
 
 
 class CheckpointError(CollectiveError, ValueError):
@@ -64,7 +64,8 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     path     a directory, which all ranks reach; an older checkpoint in it is replaced
     sampler  with state(), check(state) and load(state), such as `Sampler`
 
-    Raises CollectiveError on all ranks if one of them cannot write; the old checkpoint stays.
+    Raises CollectiveError on all ranks if one of them cannot write, or rank 0 gets no state of the
+    sampler; the old checkpoint stays.
     """
     safetensors, comm, root = _safetensors(), trainer.comm, Path(path)
     name = f"generation-{trainer.steps}-"
@@ -78,7 +79,10 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     entries: dict[str, Any] = {}
     file = f"rank-{comm.rank}.safetensors"
     theirs: dict[str, Any] = {}  # what an optimizer of torch keeps besides arrays
+    place: Any = None
     try:
+        if sampler is not None and comm.rank == 0:
+            place = _ask(sampler, "state")
         folder.mkdir(parents=True, exist_ok=True)
         arrays = _own_arrays(trainer)
         if trainer.torch_stepper is not None:
@@ -93,12 +97,13 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
                 "crc32": zlib.crc32(_raw(x)),
                 "count": int(x.size),
                 "dtype": dtype_name(x.dtype),
+                "shape": list(x.shape),
             }
             for key, x in arrays.items()
         }
     except OSError as problem:
         error = f"rank {comm.rank} cannot write to {folder}: {problem}"
-    except UnsupportedError as problem:
+    except CollectiveError as problem:  # of the sampler, or an array that no checkpoint can hold
         error = str(problem)
     _raise_any(comm, error)
     parts = exchange(comm, [entries, _random_state(trainer), theirs])
@@ -117,7 +122,7 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
                 "steps": trainer.steps,
                 "missed": trainer.missed,
                 "loss_scale": trainer.loss_scale and vars(trainer.loss_scale),
-                "sampler": sampler.state() if sampler is not None else None,
+                "sampler": place,
             }
             temporary = root / f".{INDEX}.new"
             _write(temporary, _sealed(index))
@@ -162,7 +167,7 @@ def _own_arrays(trainer: Trainer) -> dict[str, Any]:
             if comm.rank == 0 and 0 in store.owners[name][3]:
                 arrays[f"master/{name}@0"] = np.empty(0, numpy_dtype(trainer.kept[name]))
     if comm.rank == 0:
-        arrays |= {f"buffer/{n}": np.array(x) for n, x in trainer.buffers().items()}
+        arrays |= {f"buffer/{n}": x for n, x in trainer.untrained.arrays().items()}
     return arrays
 
 
@@ -204,7 +209,7 @@ _WRONG = (OSError, ValueError, KeyError, TypeError)  # the last two: not what `s
 
 
 def _words(problem: Exception) -> str:
-    if isinstance(problem, (KeyError, TypeError)):
+    if isinstance(problem, (KeyError, TypeError)) and not isinstance(problem, CollectiveError):
         return f"{INDEX} is not as this version writes it: {described(problem)}"
     return str(problem)
 
@@ -231,7 +236,7 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         if sampler is not None:
             if index["sampler"] is None:
                 raise CheckpointError("the checkpoint holds no sampler")
-            sampler.check(index["sampler"])
+            _ask(sampler, "check", index["sampler"])
     except _WRONG as problem:
         error = f"rank {comm.rank}: {_words(problem)}"
     _raise_any(comm, error)
@@ -250,7 +255,7 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             for piece in shard.pieces
             for key in _torch_keys(index, piece.name)
         }
-        buffers = {n: reader.buffer(n, x) for n, x in trainer.buffers().items()}
+        buffers = {n: reader.buffer(n) for n in trainer.untrained.kinds()}
     except _WRONG as problem:
         error = f"rank {comm.rank}: {_words(problem)}"
     _raise_any(comm, error)
@@ -267,6 +272,14 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         sampler.load(index["sampler"])
     if index["world"] == comm.size:
         _set_random_state(trainer, index["random"][comm.rank])
+
+
+def _ask(sampler: Any, what: str, *given: Any) -> Any:
+    """What a sampler's method returns; whatever it raises, all ranks are to hear."""
+    try:
+        return getattr(sampler, what)(*given)
+    except Exception as problem:
+        raise CheckpointError(f"{what}() of the sampler: {described(problem)}") from problem
 
 
 def _torch_keys(index: Mapping[str, Any], name: str) -> list[str]:
@@ -322,23 +335,43 @@ def _check_model(trainer: Trainer, index: Mapping[str, Any]) -> None:
         raise CheckpointError("the checkpoint's layout does not name the parameters once each")
     if (index["torch"] is None) != (trainer.torch_stepper is None):
         raise CheckpointError("one of the checkpoint and the trainer has an optimizer of torch")
-    known = {"master", "buffer", *trainer.slots}
+    known = {"master", *trainer.slots}
     known |= {f"torch.{key}" for name in mine for key in _torch_keys(index, name)}
+    others = trainer.untrained.kinds()
     for key in index["entries"]:
+        entry = index["entries"][key]
         kind, _, rest = key.partition("/")
-        name = rest.rpartition("@")[0] if kind != "buffer" else rest
-        if kind not in known or (kind != "buffer" and name not in mine):
+        if kind == "buffer" and rest in others:
+            _check_other(rest, entry, *others[rest])
+            continue
+        name = rest.rpartition("@")[0]
+        if kind not in known or name not in mine:
             raise CheckpointError(f"the checkpoint has a foreign entry {key!r}")
-        if kind == "buffer" and name not in trainer.buffers():
-            raise CheckpointError(f"the checkpoint has a foreign entry {key!r}")
-        if kind in ("master", *trainer.slots):
-            there, here = index["entries"][key]["dtype"], trainer.kept[name]
-            if not np.can_cast(numpy_dtype(there), numpy_dtype(here)):
-                raise CheckpointError(
-                    f"{kind} of parameter {name!r} is {there} in the checkpoint and would be "
-                    f"rounded to {here} here; a trainer with master_weights=True and parameters "
-                    "that come in as there can load it"
-                )
+        if kind in ("master", *trainer.slots) and _rounds(entry["dtype"], trainer.kept[name]):
+            raise CheckpointError(
+                f"{kind} of parameter {name!r} is {entry['dtype']} in the checkpoint and would be "
+                f"rounded to {trainer.kept[name]} here; a trainer with master_weights=True and "
+                "parameters that come in as there can load it"
+            )
+
+
+def _check_other(name: str, entry: Mapping[str, Any], shape: list[int], dtype: str) -> None:
+    """An entry is a buffer or frozen parameter as it is here."""
+    if entry["shape"] != shape:
+        raise CheckpointError(
+            f"buffer or frozen parameter {name!r} has shape {entry['shape']} in the checkpoint, "
+            f"{shape} here"
+        )
+    if _rounds(entry["dtype"], dtype):
+        raise CheckpointError(
+            f"buffer or frozen parameter {name!r} is {entry['dtype']} in the checkpoint and would "
+            f"be rounded to {dtype} here; a model that has it as there can load it"
+        )
+
+
+def _rounds(there: str, here: str) -> bool:
+    """True if one dtype does not hold all values of another."""
+    return not np.can_cast(numpy_dtype(there), numpy_dtype(here))
 
 
 class _Reader:
@@ -381,14 +414,10 @@ class _Reader:
             raise CheckpointError(f"{key!r} in {self._folder / file} is damaged: another checksum")
         return np.frombuffer(data, dtype)
 
-    def buffer(self, name: str, like: Any) -> Any:
-        """A buffer or frozen parameter, with as many elements as it has here."""
-        found = self.array(f"buffer/{name}")
-        if found.size != like.size:
-            raise CheckpointError(
-                f"buffer {name!r} has {found.size} elements in the checkpoint, {like.size} here"
-            )
-        return found
+    def buffer(self, name: str) -> Any:
+        """A buffer or frozen parameter, in its shape."""
+        key = f"buffer/{name}"
+        return self.array(key).reshape(self._entries[key]["shape"])
 
     def piece(self, piece: Piece, kind: str) -> Any:
         """What a rank holds of a parameter."""

@@ -31,15 +31,17 @@ from .gathering import Gatherer
 from .gradient_memory import GradientMemory
 from .gradient_norm import gradient_norm, who_is_not_finite
 from .interrupted import Cause, meet
+from .losses import told
 from .model import Sink, model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
 from .precision import LossScale, check_kept, compute_dtype, kept_dtype, specs_of
 from .progress import Bar, Log, Metrics, number
-from .schedules import Constant, Schedule
+from .schedules import Constant, Schedule, factor_at
 from .settings import agree_on, check_parameters, check_settings, text_of
 from .sharding import Shard, Store
 from .stepping import Stepper
+from .untrained import Untrained
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -67,7 +69,8 @@ class Trainer:
                    half a last bit of a parameter (in bf16 1/512 of it) is lost. In fp16 SGD and
                    LARS alone can do without masters (gradients are unscaled in float32): second
                    moments of most gradients are below what float16 holds
-    reduce_dtype   dtype in which gradients are added up and reduced; that of the gradients if None
+    reduce_dtype   dtype of real floats in which gradients are added up and reduced; that of the
+                   gradients if None
     accumulate     micro-batches in a step
     reduce_every   "step": micro-batches are added up on each rank and reduced once. "micro-batch":
                    each is reduced and what this rank holds is added up, so that stages 2 and 3
@@ -135,6 +138,7 @@ class Trainer:
             count=count,
             accumulate=accumulate,
             reduce_every=reduce_every,
+            reduce_dtype=reduce_dtype,
             clip_norm=clip_norm,
             offload=offload,
         )
@@ -180,7 +184,9 @@ class Trainer:
         }
         agree_on(comm, self._model, self.settings, self._number)
         self._log = Log(metrics, comm)
-        self._broadcast()
+        for name, x in self._model.parameters.items():
+            self._model.parameters[name] = comm.broadcast(x)
+        self.untrained = Untrained(self._model, comm, self._dtype)
         self._order = order
         self._hybrid = shard_group == "node" and sharding > 0
         group = comm if sharding else None
@@ -261,21 +267,25 @@ class Trainer:
         self._settle()
         began = time.monotonic()
         before = dataclasses.replace(self.bucketer.statistics)
-        parts = micro_batches(batch, self.accumulate)
-        counts = [0 if part is None else self._count(part) for part in parts]
-        # A mean over nothing is NaN, whatever its weight.
-        parts = [part if count else None for part, count in zip(parts, counts, strict=True)]
-        total = self._total(counts)
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        try:
+        try:  # whatever is wrong with what comes from the user is found here
+            parts = micro_batches(batch, self.accumulate)
+            counts = [0 if part is None else self._count(part) for part in parts]
+            # A mean over nothing is NaN, whatever its weight.
+            parts = [part if count else None for part, count in zip(parts, counts, strict=True)]
+            factor = factor_at(self.schedule, self.updates)
+            total = self._total(counts)
             losses, unused = self._passes(parts, counts, total, scale)
         except BaseException as error:
             self._give_up(error)
             raise
-        factor = self.schedule(self.updates)
-        lr = self._stepper.lr * factor
+        with_torch = self.torch_stepper
+        lr = self._stepper.lr * factor if with_torch is None else with_torch.lr(factor)
         try:
             norm, overflow = self._norm(scale, unused)
+            # That it comes about tells all ranks that no other has given the step up.
+            sums = np.array([sum(number(loss) * count for loss, count in losses)], np.float64)
+            self.comm.all_reduce(sums, order="rank")
             if not overflow:
                 clip = 1.0
                 if self.clip_norm is not None and norm > self.clip_norm:
@@ -287,8 +297,6 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.steps += 1
-        sums = np.array([sum(number(loss) * count for loss, count in losses)], np.float64)
-        self.comm.all_reduce(sums, order="rank")
         after = self.bucketer.statistics
         busy, exposed = after.busy - before.busy, after.exposed - before.exposed
         self.last = Metrics(
@@ -332,7 +340,7 @@ class Trainer:
                 else:
                     if part is not None:
                         loss = self._model.run(part, count / total, scale, sink)
-                        losses.append((loss, count))
+                        losses.append((told(loss), count))
                     if self._gatherer is not None:
                         self._gatherer.end_pass()
                     nowhere = finish()
@@ -447,15 +455,17 @@ class Trainer:
         """See `checkpoint.save`."""
         from .checkpoint import save
 
-        self._settle()
-        save(self, path, sampler)
+        with self._model.stream():
+            self._settle()
+            save(self, path, sampler)
 
     def load(self, path: str | Path, *, sampler: Any = None) -> None:
         """See `checkpoint.load`."""
         from .checkpoint import load
 
-        self._settle()
-        load(self, path, sampler)
+        with self._model.stream():
+            self._settle()
+            load(self, path, sampler)
 
     # ---- for checkpoints -----------------------------------------------------------------------
 
@@ -480,10 +490,6 @@ class Trainer:
         """True if this rank is among the first that hold all shards together."""
         return not self._hybrid or self.comm.node == self.comm.nodes[0]
 
-    def buffers(self) -> dict[str, Any]:
-        """The model's buffers and frozen parameters, as arrays of numpy or cupy, by name."""
-        return self._model.frozen | self._model.buffers
-
     def shards_for(self, layout: Sequence[str]) -> list[Shard]:
         """Empty shards as this rank would have them if buckets were filled in order `layout`."""
         store = self.store
@@ -507,15 +513,9 @@ class Trainer:
         self._build(None)
         for shard, arrays in zip(self.store.shards, shards, strict=True):
             self.store.take(shard, arrays)
-        for name, x in buffers.items():
-            self.buffers()[name][...] = x.reshape(self.buffers()[name].shape)
+        self.untrained.restore(buffers)
 
     # ---- setting up ----------------------------------------------------------------------------
-
-    def _broadcast(self) -> None:
-        for arrays in (self._model.parameters, self._model.frozen, self._model.buffers):
-            for name in arrays:
-                arrays[name] = self.comm.broadcast(arrays[name])
 
     def _build(self, values: Mapping[str, Any] | None) -> None:
         self.store.build(self.bucketer.buckets, values, self._dtypes, self.kept, self.slots)

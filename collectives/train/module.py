@@ -10,14 +10,14 @@ it (it may have several).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..array import native
+from ..array import namespace, native
 from ..array.dtypes import torch_dtype
 from ..errors import CollectiveError
 from ..gradients import listed
@@ -59,9 +59,6 @@ class ModuleModel(Model):
             if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
             for own, _ in part.named_parameters(recurse=False)
         )
-        self._buffers = {n: b for n, b in module.named_buffers() if b.numel()}
-        # The module's own memory: what is written here, the module sees.
-        self.buffers = {n: native(b.detach()) for n, b in self._buffers.items()}
         self._names = {id(p): n for n, p in self._tensors.items()}
         self._sink: Sink | None = None
         self._done: set[str] = set()  # whose gradient has arrived in this pass
@@ -75,6 +72,41 @@ class ModuleModel(Model):
         devices = {p.device for p in self._tensors.values() if p.is_cuda}
         self._ordinal = devices.pop().index if devices else None
         self.on_gpu = all(p.is_cuda for p in self._tensors.values())
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """Those that the module has now, since forward may replace them. They are its own memory or
+        copies: what is written is set here.
+        """
+        return {
+            name: native(_dense(buffer.detach()), f"buffer {name!r}")
+            for name, buffer in self._module.named_buffers()
+            if buffer.numel()
+        }
+
+    @buffers.setter
+    def buffers(self, values: Mapping[str, Any]) -> None:
+        for name, buffer in self._module.named_buffers():
+            if name not in values:
+                continue
+            target = buffer.detach()
+            whole = target.contiguous()
+            array = native(whole)
+            array[...] = namespace(array).asarray(values[name])
+            if not target.is_contiguous():
+                for axis, stride in enumerate(target.stride()):
+                    if stride == 0:  # expanded: all along the axis are one
+                        target, whole = target.narrow(axis, 0, 1), whole.narrow(axis, 0, 1)
+                target.copy_(whole)
+
+    @property
+    def passing(self) -> frozenset[str]:
+        """The names of buffers that are not persistent, which checkpoints do not hold."""
+        return frozenset(
+            f"{path}.{own}" if path else own
+            for path, part in self._module.named_modules()
+            for own in getattr(part, "_non_persistent_buffers_set", ())
+        )
 
     @property
     def named(self) -> dict[int, str]:
@@ -310,8 +342,10 @@ class _Own:
         self.buckets = list(dict.fromkeys(index for _, index in self.places))
 
 
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad if grad.is_contiguous() else grad.contiguous()
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    if x.layout is not torch.strided:  # who takes it refuses it by name
+        return x
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _copy(x: torch.Tensor) -> Any:

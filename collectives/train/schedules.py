@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 
 def scaled_lr(lr: float, batch: int, base_batch: int = 256) -> float:
@@ -18,6 +19,20 @@ def scaled_lr(lr: float, batch: int, base_batch: int = 256) -> float:
     that is k times as large takes k times the rate.
     """
     return lr * batch / base_batch
+
+
+def factor_at(schedule: Callable[[int], float], step: int) -> float:
+    """The factor of step `step` (from 0). Raises ValueError if it is no finite number."""
+    factor = schedule(step)
+    try:
+        finite = math.isfinite(factor)
+    except TypeError:
+        finite = False
+    if not finite:
+        raise ValueError(
+            f"schedule: the factor of step {step} is {factor!r}, and must be a finite number"
+        )
+    return float(factor)
 
 
 class Schedule(ABC):

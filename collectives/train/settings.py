@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..communicator import Communicator
     from .model import Model
 
+_REAL = ("float", "bfloat")  # how the names of dtypes of real floating-point numbers begin
+
 
 def check_settings(
     *,
@@ -25,6 +27,7 @@ def check_settings(
     count: Any,
     accumulate: int,
     reduce_every: str,
+    reduce_dtype: Any,
     clip_norm: float | None,
     offload: str | None,
 ) -> None:
@@ -44,6 +47,11 @@ def check_settings(
     if reduce_every not in ("step", "micro-batch"):
         raise ValueError(
             f"reduce_every={reduce_every!r}; " + did_you_mean(reduce_every, ["step", "micro-batch"])
+        )
+    if reduce_dtype is not None and not dtype_name(reduce_dtype).startswith(_REAL):
+        raise ValueError(
+            f"reduce_dtype={dtype_name(reduce_dtype)!r} cannot hold gradients; name one of real "
+            "floats, such as 'float32'"
         )
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm} must be positive")
@@ -83,7 +91,7 @@ def text_of(value: Any) -> str:
 
 def is_real(x: Any) -> bool:
     """True for an array of real floating-point numbers."""
-    return dtype_name(x.dtype).startswith(("float", "bfloat"))
+    return dtype_name(x.dtype).startswith(_REAL)
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:

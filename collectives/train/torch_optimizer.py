@@ -72,10 +72,11 @@ class TorchStepper:
         self._factor = 1.0  # of the learning rate, in the last step
         self.missed: dict[str, int] = {}  # torch counts the steps of each parameter itself
 
-    @property
-    def lr(self) -> float:
-        """Of the first group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+    def lr(self, factor: float) -> float:
+        """Of the first group, in a step with this factor."""
+        if factor == self._factor:  # what the user has set in the optimizer, if they have
+            return float(self._optimizer.param_groups[0]["lr"])
+        return self._rates[0] * factor
 
     def build(self) -> None:
         """The store was laid out anew."""
