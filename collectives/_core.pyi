@@ -403,6 +403,9 @@ class Communicator:
     @property
     def queued(self) -> int: ...
     @property
+    def lends(self) -> bool:
+        """May messages still leave from the arrays of a call that failed?"""
+    @property
     def tuning(self) -> HostTuning: ...
     @property
     def closed(self) -> bool: ...

@@ -241,7 +241,7 @@ class Calls:
 
             def run(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
                 # The group makes the call later, and what it works on lives as long as this.
-                self._call(*arguments)
+                self._call_with(held, *arguments)
                 return result()
 
             return self._group.add(run)
@@ -250,8 +250,17 @@ class Calls:
             work = self._submit(*arguments)
             held.done = work.done
             return QueuedWork(work, result, held)
-        self._call(*arguments)
+        self._call_with((source, target, *keep), *arguments)
         return result()
+
+    def _call_with(self, arrays: tuple[Any, ...], *arguments: Any) -> None:
+        """Makes a call on the host, on these arrays."""
+        try:
+            self._call(*arguments)
+        except BaseException:
+            if self._core.lends:
+                self._in_flight.hold(arrays)
+            raise
 
     def _again(
         self, x: Any, out: Any, stream: Any, *how: Hashable, writes: bool = True

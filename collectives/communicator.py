@@ -98,7 +98,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._device = self._known = None
         self._moved_by_host = False
         self._group = None
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(self._core)
         self._children = itertools.count()
         self._shrinking = Shrinking(self._core.council, self.rank, self._kind)
         self._memory = SymmetricMemory(self._core, bootstrap)

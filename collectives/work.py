@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import CollectiveError, DeadlineError
 
@@ -85,15 +85,21 @@ class Held:
 class InFlight:
     """Keeps the arrays of a communicator's asynchronous calls, so that who drops a Work does not
     free memory that the call still reads or writes.
+
+    Where messages of a call that failed wait to leave from where they lie, for a peer that does not
+    take them, MPI cannot be made to forget them: nothing is let go of then, until the process ends.
     """
 
-    def __init__(self) -> None:
+    _lent: ClassVar[list[Held]] = []
+
+    def __init__(self, core: _core.Communicator) -> None:
+        self._core = core
         self._held: list[Held] = []
         self._limit = 16  # entries at which those that are done are sorted out
 
     def hold(self, arrays: tuple[Any, ...]) -> Held:
         """Until what the caller sets as its `done` is true, or the Work has seen that it is."""
-        if len(self._held) >= self._limit:
+        if len(self._held) >= self._limit and not self._core.lends:
             self._held = [held for held in self._held if held.arrays is not None]
             self._held = [held for held in self._held if not held.done()]
             self._limit = max(16, 2 * len(self._held))
@@ -102,6 +108,8 @@ class InFlight:
         return held
 
     def forget(self) -> None:
+        if self._core.lends:
+            self._lent.extend(self._held)
         self._held.clear()
 
 
@@ -131,8 +139,8 @@ class QueuedWork(Spanned):
         return bool(self._core.wait(-1.0 if timeout is None else timeout))
 
     def _finish(self) -> Any:
-        self._held.arrays = None
         self._core.raise_error()
+        self._held.arrays = None
         return self._result()
 
 
@@ -215,14 +223,22 @@ class CompletedWork(Work):
 
 
 class GroupWork(Work):
-    """A call inside a group: done when the group has ended."""
+    """A call inside a group: done when the group has ended, well or not."""
 
     def __init__(self) -> None:
         self._value: Any = None
+        self._error: BaseException | None = None
         self._done = False
 
     def complete(self, value: Any) -> None:
         self._value, self._done = value, True
+
+    def fail(self, error: BaseException) -> None:
+        """The call has raised `error`, or was not made because of it; of one that is done nothing
+        changes.
+        """
+        if not self._done:
+            self._error, self._done = error, True
 
     def done(self) -> bool:
         return self._done
@@ -233,4 +249,6 @@ class GroupWork(Work):
         return True
 
     def _finish(self) -> Any:
+        if self._error is not None:
+            raise self._error
         return self._value

@@ -160,6 +160,7 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("one_region", &Communicator::one_region)
       .def_property_readonly("calls", &Communicator::calls)
       .def_property_readonly("queued", &Communicator::queued)
+      .def_property_readonly("lends", &Communicator::lends)
       .def_property_readonly(
           "tuning", [](Communicator& c) -> HostTuning& { return c.tuning(); },
           py::return_value_policy::reference_internal)

@@ -193,6 +193,8 @@ class Communicator : public Watch {
   void close();
   bool closed() const { return closed_; }
   bool broken() const { return broken_; }
+  // True if messages may still leave from the arrays of a call on the host that failed.
+  bool lends() const { return engine_->lends(); }
   // Why calls raise, here or because another rank gave up; "" if they do not.
   std::string why_broken() const;
   // Watches the peers of the region from now on; all have made their communicator.

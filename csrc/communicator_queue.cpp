@@ -140,8 +140,8 @@ void Communicator::worker() {
       job.task->end(error);
     }
     queued_.fetch_sub(1, std::memory_order_release);
-    job.work->finish(error);
     ended_.fetch_add(1, std::memory_order_release);
+    job.work->finish(error);
     lock.lock();
   }
 }

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "errors.hpp"
 
@@ -118,12 +119,30 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
           where);
     }
   } catch (...) {
-    // The caller's arrays may go now: nothing may come into them any more.
-    const auto deadline = std::chrono::steady_clock::now() + kWithdrawWithin;
-    for (const auto& [port, messages] : plan.expected_) port->withdraw(deadline);
+    leave(plan);
     throw;
   }
   hands_->end();
+}
+
+// The caller's arrays may go now: nothing may come into them any more, nor leave from them.
+void HostEngine::leave(HostPlan& plan) noexcept {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + kWithdrawWithin;
+  for (const auto& [port, messages] : plan.expected_) port->withdraw(deadline);
+  try {
+    for (const auto& strand : plan.strands_)
+      for (const auto& lent : strand.lent)
+        while (lent.port->completed() < lent.ticket) {
+          if (Clock::now() > deadline) {
+            lends_ = true;
+            return;
+          }
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+  } catch (const Error&) {  // MPI cannot tell any more
+    lends_ = true;
+  }
 }
 
 bool HostEngine::poll(HostPlan& plan) {

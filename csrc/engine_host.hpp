@@ -9,6 +9,7 @@
 // work on a stream, and a strand waits until they have.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -84,8 +85,12 @@ class HostEngine {
 
   // Runs the call. `tag` identifies it in messages; a message with another tag is a protocol error.
   void run(HostPlan& plan, const Call& call, std::uint64_t tag);
+  // True once a call has failed while messages were sent from where they lie, and the peer has not
+  // taken them: its arrays must stay.
+  bool lends() const { return lends_; }
 
  private:
+  void leave(HostPlan& plan) noexcept;
   bool poll(HostPlan& plan);
   bool advance(HostPlan& plan, HostPlan::Strand& strand);
   bool work(HostPlan& plan, HostPlan::Strand& strand);
@@ -102,6 +107,7 @@ class HostEngine {
   const Call* call_ = nullptr;
   std::uint64_t tag_ = 0;
   std::size_t unfinished_ = 0;
+  std::atomic<bool> lends_{false};
 };
 
 }  // namespace collectives

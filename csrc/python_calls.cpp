@@ -229,6 +229,9 @@ PyObject* fast_sum(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   try {
     run_call(caller, call, options, bytes);
   } catch (...) {
+    // Messages may still leave from them, so they stay for good.
+    if (caller.comm->lends())
+      for (Py_ssize_t i = 0; i < nargs; ++i) Py_INCREF(args[i]);
     set_error_from_exception();
     return nullptr;
   }

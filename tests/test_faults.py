@@ -4,6 +4,7 @@ process prints what only the core understands.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -358,3 +359,77 @@ def test_an_exception_in_the_context_closes():
             comm.barrier()
 
     assert cc.run_threads(2, body, timeout=20) == [None, None]
+
+
+# ---- no memory, handlers, arrays that are lent ---------------------------------------------------
+
+
+def test_a_call_that_is_refused_is_never_made():
+    output = launch.run(2, "short.py", "thread").expect(status=0).output
+    assert "refused RuntimeError" in output
+    assert "rank 0 has 11 to 11, and -1" in output
+    assert "rank 1 has 11 to 11, and 1" in output
+
+
+def test_no_memory_for_a_factor_is_told():
+    output = launch.run(2, "short.py", "factor").expect(status=0).output
+    assert "rank 0 MemoryError" in output
+    assert "rank 1 AbortedError rank 0 gave up: std::bad_alloc" in output
+
+
+def test_no_memory_for_a_message_is_told():
+    output = launch.run(2, "short.py", "message").expect(status=0).output
+    for rank in range(2):
+        assert f"rank {rank} AbortedError rank 0 gave up: std::bad_alloc" in output
+
+
+def test_no_message_comes_after_a_handler_has_raised():
+    output = launch.run(2, "short.py", "handler").expect(status=0).output
+    assert "nothing came later" in output
+
+
+def test_arrays_that_mpi_still_sends_from_stay():
+    output = launch.run(
+        2, "short.py", "stopped", launcher="openmpi", env={
+            "COLLECTIVES_TRANSPORT": "mpi", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self",
+        }
+    ).output  # fmt: skip
+    assert "rank 0 DeadlineError, lends True" in output
+    assert "rank 0 lives" in output
+
+
+def test_a_call_behind_a_queue_that_goes_on_has_no_deadline_of_its_own():
+    def body(comm):
+        works = [comm.all_reduce(ones(), async_op=True) for _ in range(6) if comm.rank == 0]
+        for _ in range(6):
+            if comm.rank == 1:
+                time.sleep(0.3)
+                comm.all_reduce(ones())
+        comm.all_reduce(ones())
+        return len(works)
+
+    assert cc.run_threads(2, body, timeout=1) == [6, 0]
+
+
+@pytest.mark.parametrize("how", ["wait", "await", "done"])
+def test_a_message_from_a_rank_that_gave_up(how):
+    async def awaited(work):
+        await work
+
+    def body(comm):
+        if comm.rank == 1:
+            comm.abort("enough")
+            return
+        work = comm.recv(ones(), 1, async_op=True)
+        began = time.monotonic()
+        with pytest.raises(cc.AbortedError, match="enough"):
+            if how == "wait":
+                work.wait(20)
+            elif how == "await":
+                asyncio.run(awaited(work))
+            else:
+                wait_until(work.done)
+                work.wait()
+        assert time.monotonic() - began < SOON
+
+    cc.run_threads(2, body, timeout=60)

@@ -270,3 +270,29 @@ def test_kinds_of_arrays_may_differ():
         return comm.all_reduce(x).tolist()
 
     assert outcomes(2, body) == [[2.0] * 5] * 2
+
+
+@pytest.mark.parametrize("count", [1, 40_000])
+@pytest.mark.parametrize("deviates", [0, 2])
+def test_pairs_that_expect_other_lengths(count, deviates):
+    """All ranks say which, whatever they send themselves, and nothing is written."""
+
+    def body(comm):
+        for more in (-1, 3, 0):
+            counts = [count] * N
+            expected = [count] * N
+            if comm.rank == deviates:
+                expected[1] += more
+            x = np.full(sum(counts), comm.rank, np.float32)
+            out = np.full(sum(expected), 7, np.float32)
+            if more == 0:
+                comm.all_to_all_v(x, counts, expected, out=out)
+                assert out.tolist() == [float(q) for q in range(N) for _ in range(count)]
+                continue
+            with pytest.raises(cc.MismatchError) as caught:
+                comm.all_to_all_v(x, counts, expected, out=out)
+            assert (out == 7).all()
+            says = f"rank 1 sends {count} elements to rank {deviates}, which expects {count + more}"
+            assert says in str(caught.value)
+
+    assert outcomes(N, body, timeout=60) == [None] * N
