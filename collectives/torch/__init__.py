@@ -4,7 +4,7 @@ torch finds this package by itself: its entry point in the group `torch.backends
 when torch is imported. The rest of this package is loaded with the first process group.
 
     registering.py   what torch is told at import
-    rendezvous.py    RANK, WORLD_SIZE and a store for programs that mpirun started
+    rendezvous.py    RANK, WORLD_SIZE and a store for programs under mpirun or `collectives run`
     joining.py       a communicator for the ranks of a process group
     group.py         the process group: every call of torch.distributed
     tensors.py       tensors as the core sees them

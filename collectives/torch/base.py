@@ -15,7 +15,6 @@ import torch.distributed as dist
 from .. import _core
 from ..array import Stream
 from ..array.torch_streams import current_stream
-from ..work import Held
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
@@ -39,13 +38,13 @@ class BaseGroup(dist.ProcessGroup):
         # The constructor with a store makes torch look for C++ backends.
         super().__init__(meeting.rank, meeting.size)
         self._rank, self._size = meeting.rank, meeting.size
-        self._meeting = meeting
+        self._store = meeting.store
         self._name, self._description = name, "undefined"
-        comm = meeting.join("main")
-        self._attempt = meeting.attempt("group")
-        self._main = MainTrack(comm)
+        # All that this group has in the store, which may have served one of the same name before.
+        self._apart = apart = meeting.set_apart("group")
+        self._main = MainTrack(apart.connect())
         self._callbacks = CallbackTrack(
-            lambda: meeting.join("callbacks"), meeting.rank, meeting.timeout
+            lambda: apart.join("callbacks"), meeting.rank, meeting.timeout
         )
         self._beside: MainTrack | None = None  # of reduce_scatters that go on beside all else
         self._reducing: list[PendingWork] = []
@@ -58,7 +57,6 @@ class BaseGroup(dist.ProcessGroup):
         self._barriers = itertools.count()
         self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
-        self._moving: list[Held] = []  # what sends and receives need
         self._on_gpu = Moving()
         self._closed = False
         _groups.add(self)
@@ -109,7 +107,7 @@ class BaseGroup(dist.ProcessGroup):
         return False
 
     def get_group_store(self) -> Any:
-        return self._meeting.store
+        return self._store
 
     def _get_sequence_number_for_group(self) -> int:
         return self._main.comm._core.calls
@@ -230,8 +228,8 @@ class BaseGroup(dist.ProcessGroup):
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that names the ranks that did not come; see `monitoring`."""
-        number = f"{self._attempt}/{next(self._barriers)}"
-        monitored_barrier(self._meeting, number, timeout, wait_all_ranks=wait_all_ranks)
+        number = next(self._barriers)
+        monitored_barrier(self._apart, number, timeout, wait_all_ranks=wait_all_ranks)
 
 
 @atexit.register

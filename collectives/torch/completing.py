@@ -41,6 +41,7 @@ class _Threads:
                     self._idle -= 1
                 task = self._tasks.popleft()
             task()
+            del task  # and what it holds: the next may be long in coming
 
 
 _threads = _Threads()
@@ -111,6 +112,7 @@ class Completer:
                 self._leader = False
                 self._need_leader()
             completion.complete()
+            del completion
 
     def close(self) -> None:
         """Ends the threads, once the calls that are watched have ended."""

@@ -23,7 +23,7 @@ from .base import BaseGroup
 from .joining import Meeting
 from .sparse import all_reduce_sparse
 from .streams import StreamWork
-from .tensors import SUM, Call, Op, Tensor, dense, expect, moved, op_for, reduced
+from .tensors import SUM, Call, Op, Tensor, dense, divide_integers, expect, moved, op_for, reduced
 from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
 from .untraced import untraced
@@ -236,7 +236,7 @@ class CollectivesGroup(Transfers, BaseGroup):
         one of these. On CPU tensors; see `overlap`.
         """
         if self._beside is None:
-            self._beside = MainTrack(self._meeting.join("beside"))
+            self._beside = MainTrack(self._apart.join("beside"))
         call = self._reduce_scatter_call([output], [input], _plain_op(op, None))
         work = self._submit(self._beside, call, [output])
         self._reducing.append(work)
@@ -492,7 +492,7 @@ class CollectivesGroup(Transfers, BaseGroup):
 
     def _divide(self, call: Call, op: Op, tensor: Tensor) -> None:
         if op.divide:
-            call.after.insert(0, lambda: tensor.div_(self._size, rounding_mode="trunc"))
+            call.after.insert(0, lambda: divide_integers(tensor, self._size))
 
     def _gather_blocks(
         self,

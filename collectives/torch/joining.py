@@ -1,14 +1,35 @@
-"""A communicator for the ranks of a process group."""
+"""A communicator for the ranks of a process group.
+
+Ranks meet under names in torch's store, which outlives them: torchrun keeps its own over all
+restarts, and a group may be made again on the store of one before it. Whatever a rank counts there
+differs from rank to rank as soon as one dies before it gets so far. So nothing is counted. Rank 0
+makes up a name, and the others answer to it:
+
+    rank 0     says a fresh name          collects the answers    repeats them: the ranks have met
+    rank r     answers with a fresh word                          sees its own word among them
+
+Who sees a name of an earlier rank 0 answers to it in vain, and to the next one too. A rank that
+died has no part in the next meeting, since nobody waits for its word. This costs a store's round
+trips for each rank: two writes, and a look now and then.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from ..bootstrap import Bootstrap, Mpi, Solo, through_store
+from ..bootstrap.groups import name_ranks
 from ..bootstrap.mpi import import_mpi
+from ..bootstrap.wire import GRACE
 from ..communicator import Communicator
+from ..errors import BootstrapError
 from .rendezvous import met_through_mpi
 
 
@@ -17,6 +38,7 @@ class Meeting(NamedTuple):
 
     store    torch's store; what is under its prefix belongs to this group
     members  the number of each rank in the world, [] for the world itself
+    apart    the name of this meeting, which no other meeting has
     """
 
     store: Any
@@ -24,33 +46,100 @@ class Meeting(NamedTuple):
     size: int
     timeout: float
     members: Sequence[int]
+    apart: str = ""
+
+    def set_apart(self, name: str) -> Meeting:
+        """The same ranks, with a part of the store in which there is nothing yet; collective.
+        `name` tells what is set apart at the same time by several threads.
+
+        Raises BootstrapError that names the ranks that are missing after the timeout.
+        """
+        if self.size == 1:
+            return self
+        apart = self._lead(name) if self.rank == 0 else self._follow(name)
+        return self._replace(store=dist.PrefixStore(apart, self.store), apart=apart)
 
     def join(self, name: str) -> Communicator:
-        """A communicator of all ranks of the group; collective. `name` sets it apart from others of
-        this group.
-        """
-        return Communicator(self._bootstrap(name))
+        """A communicator of all ranks of the group; collective. `name` as in `set_apart`."""
+        return self.set_apart(name).connect()
 
-    def attempt(self, name: str) -> int:
-        """How often this rank came here for `name`, as often as the others. A store outlives
-        groups: with this number in its keys, none is used again.
-        """
-        return int(self.store.add(f"{name}/came/{self.rank}", 1))
+    def connect(self) -> Communicator:
+        """A communicator of all ranks; collective, and once for what was set apart."""
+        return Communicator(self._bootstrap())
 
-    def _bootstrap(self, name: str) -> Bootstrap:
+    def _lead(self, name: str) -> str:
+        apart, where = f"{name}/{secrets.token_hex(12)}", f"{name}/met"
+
+        def say(words: Mapping[int, str], error: str = "", peer: int = -1) -> None:
+            told = {"apart": apart, "words": list(words.values()), "error": error, "peer": peer}
+            self.store.set(where, json.dumps(told))
+
+        say({})
+        missing = list(range(1, self.size))
+        for _ in _looks(self.timeout):
+            missing = [rank for rank in missing if not self.store.check([f"{apart}/{rank}"])]
+            if not missing:
+                break
+        # Read at the end: a rank that gave up, and came again, has another word than at first.
+        words = {
+            rank: bytes(self.store.get(f"{apart}/{rank}")).decode()
+            for rank in range(1, self.size)
+            if rank not in missing
+        }
+        if missing:
+            error = (
+                f"not all ranks came within {self.timeout:g} s: {name_ranks([0, *words])} of "
+                f"{self.size} came, {name_ranks(missing)} {'is' if len(missing) == 1 else 'are'} "
+                "missing"
+            )
+            say(words, error, missing[0])
+            raise BootstrapError(error, rank=0, peer=missing[0])
+        say(words)
+        return apart
+
+    def _follow(self, name: str) -> str:
+        where, word, answered = f"{name}/met", secrets.token_hex(12), ""
+        # Rank 0 speaks at its own deadline of who is missing, so it gets a little longer.
+        for _ in _looks(self.timeout + GRACE):
+            if not self.store.check([where]):
+                continue
+            said = json.loads(bytes(self.store.get(where)))
+            if said["apart"] != answered:
+                answered = said["apart"]
+                self.store.set(f"{answered}/{self.rank}", word)
+            elif word in said["words"]:
+                if said["error"]:
+                    raise BootstrapError(said["error"], rank=self.rank, peer=said["peer"])
+                return str(answered)
+        raise BootstrapError(
+            f"rank {self.rank} heard nothing from rank 0 within {self.timeout:g} s",
+            rank=self.rank,
+            peer=0,
+        )
+
+    def _bootstrap(self) -> Bootstrap:
         if self.size == 1:
             return Solo(self.timeout)
-        attempt = self.attempt(name)
         if met_through_mpi():
             # Only MPI carries data between hosts.
             MPI = import_mpi()
             world = MPI.COMM_WORLD
             members = self.members or range(world.Get_size())
             group = world.Get_group().Incl(list(members))
-            tag = zlib.crc32(f"{name}/{attempt}/{list(members)}".encode()) & 0x7FFF
-            comm = world.Create_group(group, tag)
+            comm = world.Create_group(group, zlib.crc32(self.apart.encode()) & 0x7FFF)
             group.Free()
             return Mpi(comm, self.timeout, own=True)
         return through_store(
-            self.store, self.rank, self.size, timeout=self.timeout, name=f"{name}/{attempt}"
+            self.store, self.rank, self.size, timeout=self.timeout, name="communicator"
         )
+
+
+def _looks(seconds: float) -> Iterator[None]:
+    """When to look at the store: soon, then less often, and once more after `seconds`. An eighth of
+    the time that was waited is lost at most.
+    """
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
+        yield
+        time.sleep(min(seconds - waited, 0.05, max(2e-4, waited / 8)))
+    yield

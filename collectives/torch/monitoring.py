@@ -16,15 +16,14 @@ _GRACE = 5.0
 
 def monitored_barrier(
     meeting: Meeting,
-    number: str,
+    number: int,
     timeout: timedelta | float | None,
     *,
     wait_all_ranks: bool = False,
 ) -> None:
     """Returns when all ranks have called it.
 
-    number          sets this barrier apart from all others in the meeting's store, which may have
-                    served a group before this one
+    number          sets this barrier apart from all others in the meeting's store
     timeout         a timedelta or seconds; that of the group if None
     wait_all_ranks  rank 0 waits until the timeout and names all ranks that are missing; otherwise
                     it names the first that is

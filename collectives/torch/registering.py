@@ -15,7 +15,7 @@ def register() -> None:
 
     Does nothing where torch was built without torch.distributed. Two functions of torch know only
     the backends that come with it, and are extended for this one: the rendezvous `env://`, which
-    finds ranks started by mpirun, and `monitored_barrier`.
+    finds ranks that no variables of torch number (see `rendezvous`), and `monitored_barrier`.
     """
     import torch.distributed as dist
 
@@ -42,12 +42,12 @@ def _extend_rendezvous() -> None:
         return
 
     @functools.wraps(by_environment)
-    def by_environment_or_mpi(url: str, *args: Any, **kwargs: Any) -> Any:
-        from .rendezvous import through_mpi
+    def by_environment_or_launcher(url: str, *args: Any, **kwargs: Any) -> Any:
+        from .rendezvous import through_launcher
 
-        return through_mpi(url, *args, **kwargs) or by_environment(url, *args, **kwargs)
+        return through_launcher(url, *args, **kwargs) or by_environment(url, *args, **kwargs)
 
-    handlers["env"] = by_environment_or_mpi
+    handlers["env"] = by_environment_or_launcher
 
 
 def _extend_monitored_barrier(dist: Any) -> None:

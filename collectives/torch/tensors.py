@@ -35,7 +35,7 @@ class Op(NamedTuple):
     """An op for one dtype.
 
     number   the core's
-    divide   True for an average of integers: a sum, then divided and cut towards zero
+    divide   True for an average of integers: a sum, then divided; see `divide_integers`
     """
 
     number: int
@@ -212,6 +212,21 @@ class Call:
                 f"tensors on {self.device or 'cpu'} and on {tensor.device} in one call; move them "
                 "to the same device"
             )
+
+
+def divide_integers(tensor: Tensor, by: int) -> None:
+    """Divides a contiguous tensor of integers in place, exactly, and cuts towards zero."""
+    if tensor.dtype in (torch.int32, torch.int64):
+        tensor.div_(by, rounding_mode="trunc")
+    elif tensor.dtype is not torch.uint64:
+        # torch divides no uint16 and uint32, and takes `by` to the dtype, where it may not fit.
+        tensor.copy_(tensor.to(torch.int64).div_(by, rounding_mode="trunc"))
+    else:
+        # As signed numbers, since torch divides no others. Half of x is none below zero; the
+        # quotient made of it, twice that of the half, lacks one at most.
+        x = tensor.view(torch.int64)
+        quotient = ((x >> 1) & torch.iinfo(torch.int64).max).div_(by, rounding_mode="trunc").mul_(2)
+        x.copy_(quotient + (x - quotient * by >= by))
 
 
 def expect(what: str, got: int, wanted: int) -> None:

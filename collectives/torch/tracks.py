@@ -106,6 +106,10 @@ class Callback:
 
 _ALL_REDUCE = COLLECTIVES["all_reduce"]
 
+# Sends and receives that are under way, and are asked with each call whether they have ended. More
+# than one, so that they go sooner than they come; few, since thousands may be under way.
+_LOOKS = 4
+
 
 class Step(NamedTuple):
     """One call of the core, before an algorithm is chosen. Addresses are of contiguous memory.
@@ -159,6 +163,7 @@ class MainTrack:
         # Another lock: who sees a call end must not wait for a call that a thread is in.
         self._held_lock = threading.Lock()
         self._held: deque[Held] = deque()
+        self._moving: deque[Held] = deque()  # of sends and receives, which end in any order
         self._all_reduce_choices = comm._table("all_reduce")
         self._device_plans: dict[
             int, object
@@ -174,6 +179,8 @@ class MainTrack:
                 put_on_stream(self.comm, step, stream)
             else:
                 self.comm._call(*arguments(self.comm, step))
+        if self._held or self._moving:
+            self.release()
 
     def all_reduce(
         self, dtype: int, pointer: int, count: int, op: int, factor: complex, nbytes: int
@@ -181,14 +188,18 @@ class MainTrack:
         """`call` of an all_reduce in place in host memory, for less: 1.5 us instead of 5."""
         comm = self.comm
         real, imag = factor.real, factor.imag
-        # The last choice serves all sizes, so one is always found.
-        algorithm = next(a for limit, a in self._all_reduce_choices if nbytes <= limit)
+        # The last choice serves all sizes, so the loop ends with one.
+        for limit, algorithm in self._all_reduce_choices:  # noqa: B007 - it is used below
+            if nbytes <= limit:
+                break
         with self._lock:
             self.calls += 1
             comm._call(
                 _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, algorithm, 0,
                 real, imag,
             )  # fmt: skip
+        if self._held or self._moving:
+            self.release()
 
     def all_reduce_on(
         self, stream: Stream, dtype: int, pointer: int, count: int, op: int, factor: complex,
@@ -235,11 +246,26 @@ class MainTrack:
             held.done = handle.done
         return handle, number
 
+    def hold_moving(self, held: Held) -> None:
+        """Keeps what a send or recv needs, until `held.done()`."""
+        self.release()
+        with self._held_lock:
+            self._moving.append(held)
+
     def release(self) -> None:
-        """Lets go of what was kept for calls that have ended."""
+        """Lets go of what was kept for calls, sends and receives that have ended; of the latter
+        a few are asked each time.
+        """
+        ended = []  # freed without the lock: whatever hears of that may make calls
         with self._held_lock:
             while self._held and self._held[0].done():
-                self._held.popleft()
+                ended.append(self._held.popleft())
+            for _ in range(min(_LOOKS, len(self._moving))):
+                held = self._moving.popleft()
+                if held.done():
+                    ended.append(held)
+                else:
+                    self._moving.append(held)
 
 
 class Job:

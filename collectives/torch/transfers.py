@@ -99,8 +99,7 @@ class Transfers(BaseGroup):
     ) -> dist.Work:
         """What it needs is kept until it is done, whether or not anybody holds the work."""
         held = Held(keep)
-        self._moving = [one for one in self._moving if not one.done()]
-        self._moving.append(held)
+        self._main.hold_moving(held)
         core = self._main.comm._core
         handle = TransferHandle(core, core.post(message, True))
         held.done = handle.done

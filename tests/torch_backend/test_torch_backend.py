@@ -72,7 +72,8 @@ def test_a_rank_dies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "n"), [("torchrun", 2), pytest.param("openmpi", 2, marks=pytest.mark.mpi),
+    ("launcher", "n"), [("torchrun", 2), ("run", 2),
+                        pytest.param("openmpi", 2, marks=pytest.mark.mpi),
                         pytest.param("mpich", 2, marks=pytest.mark.mpi)]
 )  # fmt: skip
 def test_launchers(launcher: str, n: int, tmp_path: Path) -> None:

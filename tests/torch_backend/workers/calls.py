@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
+import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,6 +100,36 @@ def all_reduce_with_every_op() -> None:
         x = flags.clone()
         dist.all_reduce(x, op=op)
         same(x, expected)
+
+
+@check
+def averages_of_integers() -> None:
+    """Sums as the dtype holds them, cut towards zero; of values over half of an unsigned range."""
+    for dtype, async_op in itertools.product((*INTEGERS, *UNSIGNED), (False, True)):
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        each = [(most // n() - r, least // n() + r, r, 7) for r in range(n())]
+        sums = [sum(column) for column in zip(*each, strict=True)]
+        assert least <= min(sums) <= max(sums) <= most
+        wanted = [abs(v) // n() * (-1 if v < 0 else 1) for v in sums]
+        mine = torch.tensor(each[me()], dtype=dtype)
+
+        def averaged(call: Any, *tensors: Any, async_op: bool = async_op, **options: Any) -> None:
+            work = call(*tensors, op=ReduceOp.AVG, async_op=async_op, **options)
+            if async_op:
+                work.wait()
+
+        averaged(dist.all_reduce, x := mine.clone())
+        assert x.tolist() == wanted, (dtype, x, wanted)
+        averaged(dist.all_reduce, x := mine.repeat(2).view(2, 4).t())  # through scratch
+        assert x.tolist() == [[v, v] for v in wanted]
+        averaged(dist.all_reduce_coalesced, pair := [mine.clone(), mine[:2].clone()])
+        assert pair[0].tolist() == wanted and pair[1].tolist() == wanted[:2]
+        averaged(dist.reduce, x := mine.clone(), dst=n() - 1)
+        assert x.tolist() == (wanted if me() == n() - 1 else mine.tolist())
+        averaged(dist.reduce_scatter_tensor, x := torch.empty_like(mine), mine.repeat(n()))
+        assert x.tolist() == wanted
+        averaged(dist.reduce_scatter, x := torch.empty_like(mine), [mine] * n())
+        assert x.tolist() == wanted
 
 
 @check
@@ -339,6 +372,46 @@ def works_that_nobody_holds() -> None:
         x = torch.empty(50_000)
         dist.recv(x, (me() - 1) % n())
         same(x[::10_000], torch.ones(5))
+
+
+@check
+def memory_of_calls_that_have_ended() -> None:
+    """It goes without a further asynchronous call, and without anybody who holds the work."""
+
+    def reduced(x: torch.Tensor) -> None:
+        dist.all_reduce(x, async_op=True)
+
+    def with_callback(x: torch.Tensor) -> None:
+        dist.all_reduce(x, async_op=True).get_future().then(lambda f: None)
+
+    def with_call_in_callback(x: torch.Tensor) -> None:
+        future = dist.all_reduce(x, async_op=True).get_future()
+        future.then(lambda f: dist.all_reduce(f.value()[0], async_op=True).get_future().wait())
+
+    def sent(x: torch.Tensor) -> None:
+        dist.isend(x, (me() + 1) % n())
+
+    def received(x: torch.Tensor) -> None:
+        dist.irecv(x, (me() - 1) % n())
+
+    def of(shape: str) -> torch.Tensor:
+        return torch.ones(100, 50).t() if shape == "strided" else torch.ones(100, 50)
+
+    for shape, kinds in itertools.product(
+        ("dense", "strided"),
+        ((reduced,), (with_callback,), (with_call_in_callback,), (sent, received)),
+    ):
+        alive = []
+        for kind in kinds * 20:
+            kind(x := of(shape))
+            alive.append(weakref.ref(x))
+            del x
+        left, end = torch.ones(1), time.monotonic() + 20
+        while left[0]:
+            assert time.monotonic() < end, (shape, kinds, sum(one() is not None for one in alive))
+            time.sleep(0.01)
+            left[0] = sum(one() is not None for one in alive)
+            dist.all_reduce(left)  # so all ranks go on together; it frees what has ended
 
 
 @check
