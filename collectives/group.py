@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,46 +22,92 @@ if TYPE_CHECKING:
     from .device import DeviceEngine, Transfer
 
 
+class _Ranges:
+    """Bytes of memory, as ranges that rise and do not meet."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, v: View) -> None:
+        if not v.nbytes:
+            return
+        begin, end = v.pointer, v.pointer + v.nbytes
+        low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if low < high:  # these become one
+            begin, end = min(begin, self._begins[low]), max(end, self._ends[high - 1])
+        self._begins[low:high] = [begin]
+        self._ends[low:high] = [end]
+
+    def touch(self, v: View) -> bool:
+        """True if a byte of `v` is in here."""
+        first = bisect_right(self._ends, v.pointer)
+        known = v.nbytes and first < len(self._begins)
+        return bool(known) and self._begins[first] < v.pointer + v.nbytes
+
+
+class _Call:
+    """A call that runs by itself."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self.work = GroupWork()
+
+    @property
+    def works(self) -> list[GroupWork]:
+        return [self.work]
+
+    def run(self) -> None:
+        self.work.complete(self._run())
+
+
 class _Pack:
-    """all_reduce calls of one dtype and op that run as one."""
+    """all_reduce calls of one dtype and op that run as one: all inputs are read, then all results
+    are written, in the order of the calls.
+    """
 
-    def __init__(self, dtype: str, op: str) -> None:
-        self.dtype = dtype
-        self.op = op
-        self.calls: list[tuple[View, View, Callable[[], Any], GroupWork]] = []
-        self.written: set[int] = set()  # addresses of the results
-
-    def depends(self, source: View) -> bool:
-        """True if a call on `source` needs the result of one that is in here."""
-        return source.nbytes != 0 and source.pointer in self.written
+    def __init__(self, comm: Calls, dtype: str, op: str) -> None:
+        self._comm = comm
+        self._dtype = dtype
+        self._op = op
+        self._calls: list[tuple[View, View, Callable[[], Any]]] = []
+        self.works: list[GroupWork] = []
+        self.read = _Ranges()
+        self.written = _Ranges()
 
     def add(self, source: View, target: View, result: Callable[[], Any]) -> GroupWork:
         work = GroupWork()
-        self.calls.append((source, target, result, work))
-        self.written.add(target.pointer)
+        self._calls.append((source, target, result))
+        self.works.append(work)
+        self.read.add(source)
+        self.written.add(target)
         return work
 
-    def run(self, comm: Calls) -> None:
-        total = sum(s.nbytes for s, _, _, _ in self.calls)
+    def before(self, source: View, target: View) -> bool:
+        """True if a call that reads `source` and writes `target` must run after those in here."""
+        return self.written.touch(source) or self.written.touch(target) or self.read.touch(target)
+
+    def run(self) -> None:
+        total = sum(s.nbytes for s, _, _ in self._calls)
         packed = np.empty(total, np.uint8)
         at = 0
-        for source, _, _, _ in self.calls:
+        for source, _, _ in self._calls:
             if source.nbytes:
                 packed[at : at + source.nbytes] = _bytes(source)
             at += source.nbytes
         v = view(packed, writable=True)
-        comm._run(
+        self._comm._run(
             "all_reduce",
             v,
             v,
-            count=total // _core.itemsizes[self.dtype],
-            dtype=self.dtype,
-            op=(OPS[self.op], 1.0, 0.0),
+            count=total // _core.itemsizes[self._dtype],
+            dtype=self._dtype,
+            op=(OPS[self._op], 1.0, 0.0),
             nbytes=total,
             result=lambda: None,
         )
         at = 0
-        for _, target, result, work in self.calls:
+        for (_, target, result), work in zip(self._calls, self.works, strict=True):
             if target.nbytes:
                 _bytes(target)[:] = packed[at : at + target.nbytes]
             at += target.nbytes
@@ -73,19 +121,21 @@ class _Together:
         self.engine = engine
         self.stream = stream
         self._transfers: list[Transfer] = []
-        self._calls: list[tuple[Callable[[], Any], GroupWork, Any]] = []
+        self._calls: list[tuple[Callable[[], Any], Any]] = []
+        self.works: list[GroupWork] = []
 
     def add(
         self, transfers: list[Transfer], result: Callable[[], Any], keep: tuple[Any, ...]
     ) -> GroupWork:
         self._transfers += transfers
         work = GroupWork()
-        self._calls.append((result, work, keep))
+        self._calls.append((result, keep))
+        self.works.append(work)
         return work
 
     def run(self) -> None:
         self.engine.transfer(self._transfers, self.stream)
-        for result, work, _ in self._calls:
+        for (result, _), work in zip(self._calls, self.works, strict=True):
             work.complete(result())
 
 
@@ -96,14 +146,17 @@ def _bytes(v: View) -> Any:
 class Group:
     """The calls between the begin and the end of `with comm.group():`.
 
-    They run in the order written; all_reduce calls that follow each other, and do not need each
-    other's results, are packed.
+    They give what they give in the order written. all_reduce calls of one dtype and op that need
+    not run one after the other, by the memory that they read and write, are packed; calls of other
+    dtypes and ops may stand between them, other collectives may not. So the arrays of a group
+    overlap alike on all ranks, or these raise MismatchError.
     """
 
     def __init__(self, comm: Calls) -> None:
         self._comm = comm
-        self._entries: list[tuple[Callable[[], Any], GroupWork]] = []
-        self._open: dict[tuple[str, str], _Pack] = {}  # packs that may still grow
+        self._entries: list[_Call | _Pack | _Together] = []
+        # Packs that may still grow, in the order in which they run.
+        self._open: dict[tuple[str, str], _Pack] = {}
         self._transfers: list[TransferWork] = []
         self._together: _Together | None = None  # sends and receives on a GPU that may still grow
 
@@ -117,21 +170,27 @@ class Group:
         """Notes any call; later ones may need its result, so packs end here."""
         self._open.clear()
         self._together = None
-        work = GroupWork()
-        self._entries.append((run, work))
-        return work
+        call = _Call(run)
+        self._entries.append(call)
+        return call.work
 
     def add_all_reduce(
         self, source: View, target: View, op: str, result: Callable[[], Any]
     ) -> GroupWork:
         """Notes an all_reduce that may be packed with others."""
         self._together = None
-        if any(pack.depends(source) for pack in self._open.values()):
-            self._open.clear()
-        pack = self._open.get((source.dtype, op))
+        kind = (source.dtype, op)
+        pack = self._open.get(kind)
+        if pack is not None:
+            # In this pack, the call runs before those of the packs that were begun later.
+            later = dropwhile(lambda other: other is not pack, self._open.values())
+            next(later)
+            if pack.written.touch(source) or any(p.before(source, target) for p in later):
+                self._open.clear()
+                pack = None
         if pack is None:
-            pack = self._open[source.dtype, op] = _Pack(source.dtype, op)
-            self._entries.append((partial(pack.run, self._comm), GroupWork()))
+            pack = self._open[kind] = _Pack(self._comm, *kind)
+            self._entries.append(pack)
         return pack.add(source, target, result)
 
     def add_transfers(self, work: TransferWork) -> TransferWork:
@@ -152,9 +211,9 @@ class Group:
         """
         together = self._together
         if together is None or (together.engine, together.stream) != (engine, stream):
-            together = _Together(engine, stream)
-            self.add(together.run)
-            self._together = together
+            self._open.clear()
+            together = self._together = _Together(engine, stream)
+            self._entries.append(together)
         return together.add(transfers, result, keep)
 
     def __exit__(
@@ -165,9 +224,31 @@ class Group:
     ) -> None:
         comm = self._comm
         comm._group = None
+        left = deque(self._entries)
         if error is not None:
+            self._give_up(left, "the with block of its group()", error)
             return
-        for run, work in self._entries:
-            work.complete(run())
+        while left:
+            entry = left.popleft()
+            try:
+                entry.run()
+            except BaseException as failed:
+                for work in entry.works:
+                    work.fail(failed)
+                self._give_up(left, "a call before it in its group()", failed)
+                raise
         if self._transfers:
             comm._core.wait([p for t in self._transfers for p in t.posted])
+
+    def _give_up(
+        self, entries: Iterable[_Call | _Pack | _Together], what: str, error: BaseException
+    ) -> None:
+        """Settles the works of calls that are not made."""
+        why = CollectiveError(
+            f"this call was not made: {what} raised {type(error).__name__}: {error}",
+            rank=self._comm.rank,
+        )
+        why.__cause__ = error
+        for entry in entries:
+            for work in entry.works:
+                work.fail(why)

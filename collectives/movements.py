@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,16 @@ class Movements(Calls):
             key=key,
         )
 
+    def _told_at_once(self, collective: Callable[[Any], Any], mine: list[int]) -> list[int]:
+        """What `collective` makes of the integers of all ranks. Inside a group too it is called
+        now: the call that needs them is noted with its shapes.
+        """
+        group, self._group = self._group, None
+        try:
+            return [int(c) for c in collective(np.array(mine, np.int64))]
+        finally:
+            self._group = group
+
     def all_gather_v(
         self,
         x: Any,
@@ -138,7 +148,7 @@ class Movements(Calls):
         x       shape (counts[rank], ...); the result has shape (sum(counts), ...). It may be this
                 rank's own block of out.
         counts  lengths of the first axes of all ranks, equal on all; found out with a small
-                all_gather if not given
+                all_gather if not given (at once, in a group too)
         """
         lengths = None if counts is None else self._counts(counts)
         key = None
@@ -150,7 +160,7 @@ class Movements(Calls):
         row = math.prod(source.shape[1:]) if source.shape else 1
         rows = source.shape[0] if source.shape else 1
         if lengths is None:
-            lengths = [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+            lengths = self._told_at_once(self.all_gather, [rows])
         if lengths[self.rank] != rows:
             raise ArrayError(
                 f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
@@ -207,7 +217,7 @@ class Movements(Calls):
         lengths = (
             self._counts(counts)
             if counts is not None
-            else [int(c) for c in self.all_gather(np.array([rows], np.int64))]
+            else self._told_at_once(self.all_gather, [rows])
         )
         if lengths[self.rank] != rows:
             raise ArrayError(
@@ -435,12 +445,13 @@ class Movements(Calls):
 
         x            shape (sum(send_counts), ...); the result has shape (sum(recv_counts), ...)
         recv_counts  rows that come from each rank; found out with a small all_to_all if not given
+                     (at once, in a group too)
         """
         sends = self._counts(send_counts)
         receives = (
             self._counts(recv_counts)
             if recv_counts is not None
-            else [int(c) for c in self.all_to_all(np.array(sends, np.int64))]
+            else self._told_at_once(self.all_to_all, sends)
         )
         source = view(x, writable=False, what="all_to_all_v: x")
         rows = source.shape[0] if source.shape else 1
