@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .bootstrap import Bootstrap, detect
 from .calls import integer
-from .config import Settings
+from .config import Settings, checked_seconds
 from .connect import connect
 from .device import checked_blocks, keep_streams_apart, view, wait_for
 from .errors import ArrayError, ClosedError, CollectiveError, DeadlineError, UnsupportedError
@@ -125,16 +125,20 @@ class Communicator(Reductions, Movements, PointToPoint):
         """New communicators of the ranks with equal `color`, ordered by `key`, then rank.
         Collective.
 
-        color       None: this rank gets none (None is returned)
+        color, key  integers; color None: this rank gets none (None is returned)
         by          "node": one for each node
         timeout     seconds that any wait of it lasts at most; as this one's unless given
         max_blocks  see `init`; this communicator's bound unless given
         """
         bound = self.max_blocks if max_blocks is None else checked_blocks(max_blocks)
+        timeout = checked_seconds(timeout, "timeout")
         if by is not None:
             if by != "node":
                 raise ValueError(f"by={by!r}; only 'node' is known")
             color = self.node
+        key = integer(key, "key")
+        if color is not None:
+            color = integer(color, "color")
         self._check_open()
         mine = json.dumps([color, key]).encode()
         answers = [json.loads(b) for b in self._bootstrap.all_gather(mine, what="split")]
@@ -159,7 +163,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         """The communicator of the ranks of an mpi4py communicator (or of a part of one). Collective
         over it. Arguments as for `init`.
         """
-        settings = Settings()
+        settings, timeout = Settings(), checked_seconds(timeout, "timeout")
         with starting(settings.dump, None, None):
             return cls(detect(comm, timeout=timeout), settings, max_blocks=max_blocks)
 
@@ -198,6 +202,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         """
         if self._closed:
             raise ClosedError("this communicator is closed", rank=self.rank)
+        timeout = checked_seconds(timeout, "timeout")
         seconds = self._bootstrap.timeout if timeout is None else timeout
         if self.size > 1 and self._core.council is None:
             return self._shrink_over_mpi(seconds)

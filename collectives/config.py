@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from operator import index
 from typing import Any, NamedTuple
 
 from .errors import ConfigError, did_you_mean
@@ -41,6 +42,7 @@ COLLECTIVES = (
     "all_to_all",
     "barrier",
 )
+SIMD_LEVELS = ("avx512", "avx2", "portable")
 DEBUG_LEVELS = ("off", "info", "trace")
 
 
@@ -102,6 +104,36 @@ def parse_seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"{text!r} is no positive number of seconds, such as 30 or 0.5")
     return seconds
+
+
+def checked_seconds(value: Any, name: str) -> float | None:
+    """`value`, an argument, as a positive, finite number of seconds; None stays. Raises TypeError
+    or ValueError that names the argument if it is none.
+    """
+    if value is None:
+        return None
+    try:
+        seconds = float(value) if not isinstance(value, str) else None
+    except (TypeError, ValueError):
+        seconds = None
+    if seconds is None:
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{name} must be a positive number of seconds, such as 30, not {value!r}")
+    return seconds
+
+
+def checked_bytes(value: Any, name: str) -> int:
+    """`value`, an argument, as a number of bytes; raises TypeError or ValueError that names the
+    argument if it is none.
+    """
+    try:
+        size = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number of bytes, not {value!r}") from None
+    if size < 0:
+        raise ValueError(f"{name} must be 0 or more bytes, not {value!r}")
+    return size
 
 
 def parse_rules(text: str, algorithms: Iterable[str] | None = None) -> tuple[Rule, ...]:
@@ -304,7 +336,10 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("COLLECTIVES_NODE", _text, "", "node of this rank, to try several nodes on one host"),
     Variable(
-        "COLLECTIVES_SIMD", _text, "auto", "instruction set of the reductions, auto unless set"
+        "COLLECTIVES_SIMD",
+        _one_of("auto", *SIMD_LEVELS),
+        "auto",
+        "instruction set of the reductions: auto, avx512, avx2 or portable",
     ),
     Variable(
         "COLLECTIVES_RANK", _count, None, "rank of this process, 0 to COLLECTIVES_WORLD_SIZE - 1"
@@ -382,7 +417,7 @@ class Settings:
 
         Raises ConfigError for an unknown COLLECTIVES_ name or a malformed value.
         """
-        environ = os.environ if environ is None else environ
+        own, environ = environ is None, os.environ if environ is None else environ
         known = [variable.name for variable in VARIABLES]
         for name in environ:
             if name not in known and not _is_foreign(name):
@@ -396,6 +431,12 @@ class Settings:
             except ConfigError as error:
                 raise ConfigError(f"environment variable {variable.name}: {error}") from None
             setattr(self, variable.field, value)
+        if own and "COLLECTIVES_SIMD" in os.environ:
+            # The core reads it itself, at the first reduction, and knows these names alone.
+            if self.simd in SIMD_LEVELS:
+                os.environ["COLLECTIVES_SIMD"] = self.simd
+            else:
+                del os.environ["COLLECTIVES_SIMD"]
 
     def __repr__(self) -> str:
         hidden = {"secret": "(set)"} if self.secret else {}

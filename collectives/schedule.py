@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import Any, NamedTuple
 
 from . import _core
@@ -182,10 +183,35 @@ def schedule(
     return Schedule(_core.build_schedule(name, collective, nranks, root, nodes))
 
 
+def _rounds(generated: Any, what: str) -> list[list[Transfer]]:
+    """The rounds that an algorithm has given; raises ScheduleError, in words, for anything else."""
+    if not isinstance(generated, Iterable):
+        raise ScheduleError(
+            f"{what}: it returned {generated!r}, and must yield rounds, each a list of Transfer; "
+            "is there a yield in it?"
+        )
+    rounds = []
+    for i, transfers in enumerate(generated):
+        try:
+            found = [Transfer(*t) for t in transfers]
+            rounds.append(
+                [
+                    Transfer(index(src), index(dst), index(chunk), bool(reduce), index(channel))
+                    for src, dst, chunk, reduce, channel in found
+                ]
+            )
+        except TypeError as error:
+            raise ScheduleError(
+                f"{what}: it yielded {transfers!r} as round {i}, which is no list of Transfer(src, "
+                f"dst, chunk) with integers ({error})"
+            ) from error
+    return rounds
+
+
 def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     takes_root = "root" in inspect.signature(written.rounds).parameters
     generated = written.rounds(n, root=root) if takes_root else written.rounds(n)
-    rounds = [[Transfer(*t) for t in transfers] for transfers in generated]
+    rounds = _rounds(generated, f"{written.info.name}, {written.collective} with {n} ranks")
     if root != 0 and not takes_root:
         # Written for root 0: the others take its place in a circle.
         blocked = written.collective in ("gather", "scatter")

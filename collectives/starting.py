@@ -9,7 +9,7 @@ from typing import Any
 
 from .bootstrap import Threads, claimed, detect
 from .communicator import Communicator
-from .config import Settings
+from .config import Settings, checked_seconds
 from .device import keep_streams_apart
 from .errors import CollectiveError
 from .flight_recorder import starting
@@ -29,7 +29,7 @@ def init(source: Any = None, *, timeout: float | None = None, max_blocks: int = 
     Raises BootstrapError or DeadlineError in words if ranks are missing, come twice or belong to
     another job.
     """
-    settings = Settings()
+    settings, timeout = Settings(), checked_seconds(timeout, "timeout")
     with starting(settings.dump, *claimed(os.environ, settings)):
         return Communicator(detect(source, timeout=timeout), settings, max_blocks=max_blocks)
 
@@ -68,7 +68,7 @@ def run_threads(
         # (And no kernel may be loaded while another waits.)
         keep_streams_apart()
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    settings = Settings()
+    settings, timeout = Settings(), checked_seconds(timeout, "timeout")
     ends = Threads.world(n, settings.timeout if timeout is None else timeout)
     results: list[Any] = [None] * n
     errors: list[BaseException | None] = [None] * n

@@ -1,5 +1,7 @@
 """collectives.config: sizes, rules and strict reading of the environment."""
 
+import os
+
 import pytest
 
 from collectives.config import (
@@ -124,6 +126,7 @@ def test_settings_defaults_and_values():
         ("COLLECTIVES_TIMEOUT", "soon", "variable COLLECTIVES_TIMEOUT: 'soon' is no positive"),
         ("COLLECTIVES_TRANSPORT", "shn", "'shn' is none of .* did you mean 'shm'"),
         ("COLLECTIVES_DEBUG", "9", "is none of off, info, trace"),
+        ("COLLECTIVES_SIMD", "avx", "'avx' is none of auto, avx512.* did you mean 'avx2'"),
         ("COLLECTIVES_PORT", "70000", "is no port"),
         ("COLLECTIVES_RANK", "-1", "no whole number"),
         (
@@ -136,6 +139,17 @@ def test_settings_defaults_and_values():
 def test_bad_settings(name, text, says):
     with pytest.raises(ConfigError, match=says):
         Settings({name: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "left"), [("auto", None), ("AVX2", "avx2"), ("portable", "portable"), ("", "")]
+)
+def test_the_core_finds_the_instruction_set_as_it_knows_it(monkeypatch, text, left):
+    monkeypatch.setenv("COLLECTIVES_SIMD", text)
+    assert Settings().simd == (left or "auto")
+    assert os.environ.get("COLLECTIVES_SIMD") == (left or None)
+    given = {"COLLECTIVES_SIMD": "auto"}
+    assert Settings(given).simd == "auto" and given, "only the process's own environment changes"
 
 
 def test_variables_and_fields_agree():

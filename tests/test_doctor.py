@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from collectives.doctor import packages, system
 from collectives.doctor.findings import Finding, as_text
 from collectives.doctor.merging import diagnose, judge, read
 from collectives.doctor.system import Place
+from collectives.hardware import summary
+from collectives.tuning import tables
 
 
 def call(sequence, state="done", begin=100.0, **more):
@@ -216,6 +219,57 @@ def test_a_setting_that_is_not_understood():
     got = doctor(COLLECTIVES_TIMEOUT="soon")
     assert got.returncode == 1
     assert "COLLECTIVES_TIMEOUT" in got.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level", "words"),
+    [
+        ("SIMD", "avx3", "problem", "COLLECTIVES_SIMD: 'avx3' is none of auto, avx512"),
+        ("ALGORITHM", "all_reduce:foo", "advice", "unknown algorithm 'foo'"),
+        ("DUMP", "TMP/no/such", "problem", "/no/such' is no directory"),
+        ("SECRET", "short", "problem", "holds 5 bytes, fewer than 16"),
+        ("TABLE", "TMP/other.json", "problem", "was measured on other hardware (cpu"),
+        ("TABLE", "TMP/damaged.json", "problem", "is damaged"),
+        ("TABLE", "TMP/none.json", "advice", "there is no such file"),
+    ],
+)
+def test_settings_that_init_refuses(tmp_path, name, value, level, words):
+    here = {k: v for k, v in tables.hardware_of([{**summary(), "mpi": ""}]).items() if k != "mpi"}
+    for file, hardware in (("other", {**here, "cpu": "a"}), ("damaged", {**here, "mpi": "Any 1"})):
+        content = {"format": tables.FORMAT, "hardware": hardware, "layouts": {"shm 0,0": {}}}
+        (tmp_path / f"{file}.json").write_text(json.dumps(content))
+    got = doctor("--json", **{f"COLLECTIVES_{name}": value.replace("TMP", str(tmp_path))})
+    (found,) = [f for f in json.loads(got.stdout) if f["topic"] == "settings"]
+    assert found["level"] == level and words in found["words"] and found["cure"], found
+
+
+def test_settings_that_init_takes():
+    got = doctor("--json", COLLECTIVES_SIMD="auto", COLLECTIVES_ALGORITHM="all_reduce:ring")
+    findings = json.loads(got.stdout)
+    (found,) = [f for f in findings if f["topic"] == "settings"]
+    assert found["level"] == "ok", found
+    assert any("reductions in" in f["words"] for f in findings if f["topic"] == "libraries")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "cure"),
+    [
+        (256, 256, "raise the hard limit, which is 256: nofile in /etc/security/limits.conf"),
+        (256, 4096, "ulimit -n 4096"),
+        (256, resource.RLIM_INFINITY, "ulimit -n 65536"),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, ""),
+    ],
+)
+def test_the_cure_for_few_open_files_can_be_done(monkeypatch, soft, hard, cure):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    (found,) = [f for f in system.limits() if f.topic == "open files"]
+    assert found.cure.startswith(cure) and bool(found.cure) == bool(cure)
+
+
+def test_cupy_is_found_under_all_its_names(monkeypatch):
+    monkeypatch.setattr(packages, "_version", lambda name: "14.0" if "13x" in name else "")
+    (found,) = packages.libraries()
+    assert "cupy-cuda13x 14.0" in found.words
 
 
 # ---- single findings ----------------------------------------------------------------------------

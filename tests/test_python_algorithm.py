@@ -107,6 +107,43 @@ def test_order_rank_holds_for_it_too(register):
     cases.on_threads(5, found)
 
 
+def none_at_all(n):
+    """Has no yield."""
+
+
+def a_transfer_without_a_round(n):
+    """Where a list is meant."""
+    yield [Transfer(0, 1, 0, True)]
+    yield Transfer(1, 0, 0)
+
+
+def names_for_ranks(n):
+    """Where numbers are meant."""
+    yield [Transfer("0", "1", 0)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [
+        (none_at_all, "it returned None, and must yield rounds.*is there a yield in it"),
+        (
+            a_transfer_without_a_round,
+            r"yielded Transfer\(src=1.*as round 1, which is no list of Tr",
+        ),
+        (names_for_ranks, "as round 0, which is no list of Transfer.* with integers"),
+    ],
+)
+def test_what_is_no_round_is_told_with_the_name(register, rounds, words):
+    register("all_reduce")(rounds)
+
+    def body(comm):
+        with pytest.raises(cc.ScheduleError, match=f"{rounds.__name__}, all_reduce.*{words}"):
+            comm.all_reduce(np.ones(4), algorithm=rounds.__name__)
+        return comm.all_reduce(np.ones(1))[0]
+
+    assert cc.run_threads(2, body, timeout=20) == [2, 2]
+
+
 def test_it_runs_in_processes():
     launch.run(3, "written.py", timeout=60).expect(status=0)
 

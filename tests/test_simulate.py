@@ -402,3 +402,11 @@ def test_a_hundred_thousand_ranks():
     assert tree.steps <= 2 * math.ceil(math.log2(100_000))
     with pytest.raises(UnsupportedError, match="too large to follow rank by rank"):
         simulate.simulate("halving_doubling", "all_reduce", 1 << 20, topology)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind"), [(-5, ValueError), (1.5, TypeError), ("1M", TypeError)]
+)
+def test_sizes_that_are_none(nbytes, kind):
+    with pytest.raises(kind, match=f"nbytes must be .* bytes, not {nbytes!r}"):
+        simulate.simulate("ring", "all_reduce", nbytes, simulate.load("dgx-h100"))

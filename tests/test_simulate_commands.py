@@ -105,7 +105,7 @@ def test_compare_says_who_wins_where(capsys, tmp_path):
         "--json", out_file,
     )  # fmt: skip
     assert status == 0, err
-    one, two = out.split("\nfastest\n")[1].splitlines()[:2]
+    one, two = out.split("\nfastest, or within 2 % of it\n")[1].splitlines()[:2]
     # A node's ranks are one hop apart; nodes of several ranks combine within before they cross.
     assert one.startswith("  1 node, 8 ranks: direct_one_shot (1 KiB")
     assert two.startswith("  2 nodes, 16 ranks:") and "hierarchical(" in two.rsplit("), ", 1)[1]
@@ -115,6 +115,27 @@ def test_compare_says_who_wins_where(capsys, tmp_path):
         best = min(mine, key=lambda r: r["simulated_us"])["algorithm"]
         assert best in (one if nodes == 1 else two)
     assert len(out.splitlines()) > 20
+
+
+def test_who_wins_by_less_than_the_band_is_called_so(monkeypatch):
+    """A star says who is the fastest; the stretches, the picture and the page say what they say."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("plotly")
+    from matplotlib.figure import Figure
+
+    from collectives.cli import _simulated
+    from collectives.simulate.page import page
+    from collectives.simulate.picture import picture
+
+    result = comparing.compare(simulate.load("dgx-h100"), "all_reduce", [1], [1 << 10, 1 << 20])
+    words = "fastest, or within 2 % of it"
+    assert words in _simulated.tables(result)
+    assert words in page(result) and f"<h2>F{words[1:]}</h2>" in page(result)
+    titles = []
+    monkeypatch.setattr(Figure, "suptitle", lambda self, title, **_: titles.append(title))
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    picture(result, "none.png")
+    assert titles[0].endswith(f"band: {words}")
 
 
 def test_compare_draws(capsys, tmp_path):

@@ -119,6 +119,14 @@ def test_one_gpu_is_all_efficient():
         assert step.efficiency == pytest.approx(1)
 
 
+def test_what_sums_are_off_by_is_not_exposed():
+    topology = simulate.load("dgx-h100")
+    for params in (7e9, 1.3e9, 7e10):
+        for sharding in training.SHARDINGS[:4]:
+            step = training.step(training.Job(params=params), topology, 1, sharding)
+            assert step.exposed_s == 0.0, (params, sharding)
+
+
 def test_training_command(capsys):
     status, out, err = run(
         capsys, "simulate", "training", "--params", "7e9", "--ranks", "8..64", "--sharding", "ddp",

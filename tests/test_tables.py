@@ -65,8 +65,51 @@ def test_uneven_pairs_always_go_directly():
     rows = [Measurement("bruck", "all_to_all", 64, 1e-6)]
     choices = tables.choices_of(rows)["all_to_all"]
     tuner = Tuner([0, 1], False, (), tables.Table({"all_to_all": choices}, {}, rows))
-    assert tuner.choose("all_to_all", 1 << 40) == "bruck"
+    assert tuner.choose("all_to_all", 256) == "bruck"
     assert tuner.choose("all_to_all", 1 << 62) == "direct_two_shot"
+
+
+def test_a_table_decides_near_the_sizes_that_were_measured():
+    """1 KiB to 256 KiB: from 256 B to 1 MiB; what is built in serves the rest, and explain says
+    so.
+    """
+    rows = measured(ring=(1e-6, 2e-6, 3e-6), direct_two_shot=(2e-6, 3e-6, 4e-6))
+    tuner = Tuner([0] * 4, True, (), tables.parse(layout(rows), "table.json"))
+    plain = Tuner([0] * 4, True)
+    for nbytes in (0, 255, (1 << 20) + 1, 64 << 20, ANY_SIZE):
+        assert tuner.choose("all_reduce", nbytes) == plain.choose("all_reduce", nbytes)
+        reason = tuner.reason("all_reduce", nbytes)
+        assert "share memory" in reason and "1K-256K was measured, which is far" in reason
+        assert "fastest as measured" not in reason
+    for nbytes in (256, 1 << 10, 256 << 10, 1 << 20):
+        assert tuner.choose("all_reduce", nbytes) == "ring"
+        reason = tuner.reason("all_reduce", nbytes)
+        assert "as measured on these ranks" in reason
+        assert ("which is near" in reason) == (nbytes in (256, 1 << 20))
+    text = explain("all_reduce", 64 << 20, [0] * 4, one_region=True, tuner=tuner)
+    assert "runs     direct_two_shot" in text and "fastest as measured" not in text
+    assert "by size  direct_one_shot up to 255 B, ring up to 1 MiB, direct_two_shot above" in text
+
+
+def test_a_table_of_the_smallest_calls_decides_for_smaller_ones():
+    rows = [Measurement("ring", "all_reduce", 64, 1e-6)]
+    tuner = Tuner([0, 0], True, (), tables.parse(layout(rows), "table.json"))
+    assert [tuner.choose("all_reduce", nbytes) for nbytes in (0, 4, 256)] == ["ring"] * 3
+    assert tuner.choose("all_reduce", 257) == "direct_one_shot"
+
+
+def test_a_prediction_says_where_what_is_chosen_was_measured():
+    """By the figures the ring, which was the fastest, is not for four times the size."""
+    fast, none = model.LinkModel(1e-9, 1e-15, 1e-15), model.LinkModel(0, 0)
+    slow = model.LinkModel(1e-3, 1e-9, 1e-9)
+    figures = {"direct": model.Figures(fast, none), "steps": model.Figures(slow, none)}
+    rows = measured(ring=(1e-6, 2e-6, 3e-6))
+    table = tables.Table(tables.choices_of(rows), figures, rows)
+    tuner = Tuner([0] * 4, True, (), table)
+    text = explain("all_reduce", 1 << 20, [0] * 4, one_region=True, tuner=tuner)
+    assert "as predicted; what is chosen was measured at another size" in text
+    text = explain("all_reduce", 64 << 20, [0] * 4, one_region=True, tuner=tuner)
+    assert "measured at another size" not in text
 
 
 def test_times_between_measured_sizes():
@@ -456,6 +499,17 @@ def test_explain_asks_the_table_of_this_host(capsys, monkeypatch, tmp_path, carr
     tables.save(path, {**here, "cpu": "a"}, f"{carrier} 0,0,0", layout(rows))
     assert cli.main([*words, "3"]) == 2
     assert "was measured on other hardware (cpu: measured on 'a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind"), [(-3, ValueError), (1.5, TypeError), ("1M", TypeError)]
+)
+def test_explain_refuses_what_is_no_size(nbytes, kind):
+    def body(comm):
+        with pytest.raises(kind, match=f"nbytes must be .* bytes, not {nbytes!r}"):
+            comm.explain("all_reduce", nbytes=nbytes)
+
+    run_threads(2, body)
 
 
 def test_explain_a_barrier_names_no_algorithm_unless_forced():

@@ -10,8 +10,8 @@ here is a new one. It has
     EXAMPLES                  optional text with examples, at the end of the help text
 
 Only the command that runs is imported; the list of commands reads docstrings without running any
-module. An error of this package ends a command with its message and status 1, without a traceback
-unless COLLECTIVES_DEBUG=trace.
+module. An error of this package ends a command with its message and status 2, without a traceback
+unless COLLECTIVES_DEBUG=trace; Ctrl-C with "interrupted" and status 130.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ import importlib
 import os
 import pkgutil
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from ..errors import CollectiveError, did_you_mean
+from . import _progress
 
 _PROGRAM = "python -m collectives"
+INTERRUPTED = 130  # exit status, as shells have it for a program that SIGINT ended
+NO_MEMORY = "there is not enough memory for this; ask for fewer ranks, nodes or bytes"
 
 
 def commands() -> list[str]:
@@ -63,18 +67,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "option" if name.startswith("-") else "command"
         print(f"{_PROGRAM}: unknown {kind} {name!r}; {did_you_mean(name, known)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"{__name__}.{name}")
-    args = _parser(name, module).parse_args(arguments[1:])
     try:
+        module = importlib.import_module(f"{__name__}.{name}")
+        args = _parser(name, module).parse_args(arguments[1:])
         return int(module.run(args) or 0)
-    except CollectiveError as error:
+    except (CollectiveError, MemoryError) as error:
         if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
             raise
-        print(f"{_PROGRAM} {name}: {error}", file=sys.stderr)
-        return 1
+        words = NO_MEMORY if isinstance(error, MemoryError) else error
+        print(f"{_PROGRAM} {name}: {words}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return _interrupted(name)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _interrupted(name: str) -> int:
+    """Says so, once for all ranks; the exit status."""
+    from ._ranks import rank_hint
+
+    if rank_hint() == 0:
+        _progress.clear_line()
+        print(f"{_PROGRAM} {name}: interrupted", file=sys.stderr)
+    if any(thread.daemon for thread in threading.enumerate()):
+        # Ranks that are threads, in calls: the interpreter cannot end under them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+    return INTERRUPTED
 
 
 def _parser(name: str, module: ModuleType) -> argparse.ArgumentParser:

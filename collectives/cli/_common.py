@@ -19,6 +19,7 @@ from ..config import parse_size
 from ..errors import CollectiveError, ConfigError, did_you_mean
 from ..schedule import algorithms
 from ..tuning import known_algorithm
+from . import NO_MEMORY
 from ._ranks import EVERYWHERE, rank_hint
 
 USAGE = 2  # exit status of a command that could not do what was asked
@@ -231,15 +232,16 @@ def in_words(
             return run(args)
         except BrokenPipeError:
             raise
-        except (CollectiveError, ValueError, OSError) as error:
+        except (CollectiveError, ValueError, OSError, MemoryError) as error:
             if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
                 raise
             rank = rank_hint()
             if rank == 0 or not getattr(error, EVERYWHERE, False):
                 where = f" (rank {rank})" if rank else ""
                 name = run.__module__.rpartition(".")[2]
+                words = NO_MEMORY if isinstance(error, MemoryError) else error
                 # In one piece: other ranks may write to the same pipe.
-                sys.stderr.write(f"python -m collectives {name}{where}: {error}\n")
+                sys.stderr.write(f"python -m collectives {name}{where}: {words}\n")
             return USAGE
 
     return wrapped

@@ -9,6 +9,15 @@ from typing import TextIO
 _AFTER = 2.0  # seconds without a bar
 _EVERY = 0.1  # seconds between two looks
 _WIDTH = 24
+_LINE = 79
+
+
+def clear_line(stream: TextIO | None = None) -> None:
+    """Takes away what a bar, of this process or of a rank of it, has left on a terminal."""
+    stream = sys.stderr if stream is None else stream
+    if stream.isatty():
+        stream.write("\r" + " " * _LINE + "\r")
+        stream.flush()
 
 
 class Progress:
@@ -34,13 +43,12 @@ class Progress:
         left = (now - self._start) * (1 - share) / share if share else 0.0
         bar = "█" * int(share * _WIDTH)
         text = f"\r{bar:·<{_WIDTH}} {share:4.0%}  {left:.0f} s left  {what}"
-        self._stream.write(text[:79].ljust(79))
+        self._stream.write(text[:_LINE].ljust(_LINE))
         self._stream.flush()
         self._visible = True
 
     def clear(self) -> None:
         """Takes the bar away, so that a line can be printed in its place."""
         if self._visible:
-            self._stream.write("\r" + " " * 79 + "\r")
-            self._stream.flush()
+            clear_line(self._stream)
             self._visible = False

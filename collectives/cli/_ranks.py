@@ -143,11 +143,11 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _start(args: argparse.Namespace, command: str) -> int:
-    from . import run
+    from . import INTERRUPTED, run
 
     words = arguments_of(args, without=_OURS)
     sys.stdout.flush()
-    return run.run(
+    status = run.run(
         argparse.Namespace(
             ranks=args.ranks,
             nodes=args.nodes or 1,
@@ -158,5 +158,9 @@ def _start(args: argparse.Namespace, command: str) -> int:
             keep_going=False,
             module=["collectives", command, *words],
             script=[],
+            quietly=True,
         )
     )
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    return status

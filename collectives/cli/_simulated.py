@@ -170,7 +170,7 @@ def tables(result: Comparison) -> list[str]:
             lines.append(f"# by symmetry, approximate: {', '.join(approximate)}")
         lines.append("")
     lines += [f"# left out on {s.nodes} nodes: {s.why}" for s in result.skipped]
-    return [*lines, "fastest", *(f"  {line}" for line in comparing.in_words(result))]
+    return [*lines, comparing.WINNER, *(f"  {line}" for line in comparing.in_words(result))]
 
 
 def write_json(path: str, result: Comparison) -> None:

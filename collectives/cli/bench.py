@@ -46,7 +46,13 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes_ = parser.add_argument_group("sizes")
-    sizes_.add_argument("-b", "--minbytes", type=_common.size, default=4, help="smallest (4)")
+    sizes_.add_argument(
+        "-b",
+        "--minbytes",
+        type=_common.size,
+        default=4,
+        help="smallest (4); sizes become whole elements, at least one, or one a rank in blocks",
+    )
     sizes_.add_argument(
         "-e", "--maxbytes", type=_common.size, default=64 << 20, help="largest (64M)"
     )

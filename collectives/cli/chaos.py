@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("chaos forks, and this process has threads; start it as a command")
     if args.device == "cuda" and args.jobs > 1:
         raise ConfigError("--jobs: rounds on GPUs go one by one, so that each has its GPUs alone")
+    _common.check_writable(args.json)
     from ..chaos.gauge import Gauge
 
     # A forked child has no threads of its BLAS, and needs none.

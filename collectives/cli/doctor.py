@@ -1,9 +1,9 @@
 """Tell what is wrong: with this machine, or with a job whose ranks have written dumps.
 
 Without files, the machine is examined: shared memory, leftovers of crashed jobs, namespaces, what
-processes may do with each other, limits, processors, MPI, GPUs, libraries. Each finding that is not
-"ok" has its cure. The exit status is 1 if there is a problem, something that this package needs and
-that does not work.
+processes may do with each other, limits, processors, MPI, GPUs, libraries, and what the environment
+sets. Each finding that is not "ok" has its cure. The exit status is 1 if there is a problem,
+something that this package needs and that does not work.
 
 With files, which the flight recorders of the ranks have written (COLLECTIVES_DUMP, SIGUSR1,
 Communicator.dump), they are merged, and one sentence for each communicator says who is behind,
@@ -47,9 +47,10 @@ def _read_dumps(args: argparse.Namespace) -> int:
 
 
 def _examine(args: argparse.Namespace) -> int:
-    from ..doctor import packages, system
+    from ..doctor import packages, system, variables
     from ..doctor.findings import as_text
 
-    found = [*system.examine(), *packages.examine()]
+    settings = list(variables.examine())  # before the core is asked, which reads some of them too
+    found = [*system.examine(), *packages.examine(), *settings]
     print(json.dumps([f._asdict() for f in found], indent=1) if args.json else as_text(found))
     return int(any(f.level == "problem" for f in found))

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             "which with --format"
         )
     format = args.format or _ENDINGS[ending]
+    _common.check_writable(args.output)
     built = schedule(args.algorithm, args.collective, ranks, root=args.root, node=args.node or ())
     if format == "png":
         if not args.output:

@@ -39,6 +39,7 @@ examples:
   python -m collectives explain all_reduce --bytes 1M --ranks 8 --device cuda
 """
 
+_MOST_RANKS = 1 << 20
 TRANSPORTS = ("threads", "shm", "mpi", "shm+mpi")
 
 
@@ -177,6 +178,8 @@ def _nodes(args: argparse.Namespace) -> list[int]:
             raise ConfigError("--node and --nodes both place the ranks; give one of them")
         return list(args.node)
     ranks, nodes = wanted or 2, args.nodes or 1
+    if ranks > _MOST_RANKS:
+        raise ConfigError(f"{ranks} ranks are more than the {_MOST_RANKS} that can be described")
     if nodes > ranks:
         raise ConfigError(f"{ranks} ranks cannot be divided into {nodes} nodes")
     return [r * nodes // ranks for r in range(ranks)]

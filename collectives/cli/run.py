@@ -90,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does"
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the program and its arguments")
+    # Ranks of a command of this package end at Ctrl-C without a word, wherever they are.
+    parser.set_defaults(quietly=False)
 
 
 def _positive(text: str) -> int:
@@ -238,7 +240,8 @@ class _Job:
         got = signal.sigtimedwait(_WAITED, max(0.0, min(e for e in ends if e is not None) - now))
         if got is not None and got.si_signo in _PASSED_ON:
             number = signal.Signals(got.si_signo)
-            self._signal_all(number)
+            quiet = self._args.quietly and number == signal.SIGINT
+            self._signal_all(signal.SIGTERM if quiet else number)
             if number in _ENDING:
                 self._stop(128 + number, None)
         now = time.monotonic()

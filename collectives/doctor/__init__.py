@@ -4,6 +4,7 @@
     findings.py   what an examination says, and with which cure
     system.py     memory, limits, processors, namespaces
     packages.py   MPI, GPUs, libraries
+    variables.py  what the environment says
 
 `python -m collectives doctor` is the front.
 """

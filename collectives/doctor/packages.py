@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
-import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .. import _core
-from ..config import Settings
-from ..errors import ConfigError
 from .findings import Finding
 
 _ASK = 30.0  # seconds for a program to tell its version
@@ -26,6 +23,9 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(MPI.Get_library_version())
 """
+
+# cupy is `cupy` where it was built from source, else one of these.
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
 
 # What an MPI calls itself, in its library's version and in its launcher's.
 _VENDORS = {
@@ -41,7 +41,6 @@ def examine() -> Iterator[Finding]:
     yield from mpi()
     yield from gpus()
     yield from libraries()
-    yield from settings()
 
 
 def _ask(*command: str) -> str:
@@ -172,23 +171,19 @@ def gpus(driver: Callable[[], Driver] = _Cuda) -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    names = ("numpy", "ml_dtypes", "torch", "jax", "cupy-cuda12x", "cupy-cuda11x")
+    names = ("numpy", "ml_dtypes", "torch", "jax", "cupy", *_CUPY)
     found = {name: _version(name) for name in names}
     words = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("ok", "libraries", f"Python {python}, {words}; reductions in {_simd()}")
-
-
-def settings() -> Iterator[Finding]:
-    try:
-        Settings()
-        yield Finding("ok", "settings", "all COLLECTIVES_ variables are understood")
-    except ConfigError as error:
-        yield Finding("problem", "settings", str(error), "set it right, or unset it")
+    yield Finding("ok", "libraries", f"Python {python}, {words}{_simd()}")
 
 
 def _simd() -> str:
-    return re.sub(r"\W", "", _core.simd_level())
+    """What reductions use; "" where COLLECTIVES_SIMD is wrong, which `variables` tells."""
+    try:
+        return f"; reductions in {_core.simd_level()}"
+    except (ValueError, RuntimeError):
+        return ""
 
 
 def _version(package: str) -> str:

@@ -32,6 +32,7 @@ _KNOWN = {
 _SMALL_SHM = 1 << 30  # bytes; the default of containers is 64 MiB, and torch and MPI want more
 _OLD = 60.0  # seconds after which a segment that nobody has open counts as left over
 _FILES = 1024
+_WANTED_FILES = 65536
 
 
 class Place(NamedTuple):
@@ -239,12 +240,16 @@ def namespaces(place: Place) -> Iterator[Finding]:
 
 def limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _FILES:
+    if 0 <= soft < _FILES:
+        able = min(hard, _WANTED_FILES) if hard >= 0 else _WANTED_FILES
         yield Finding(
             "advice",
             "open files",
             f"at most {soft}: each communicator and each symmetric array takes one or more",
-            f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
+            f"ulimit -n {able}"
+            if able >= _FILES
+            else f"raise the hard limit, which is {hard}: nofile in /etc/security/limits.conf, or "
+            f"--ulimit nofile={_WANTED_FILES} where a container is started",
         )
     else:
         yield Finding("ok", "open files", f"at most {_limit(soft)}")

@@ -16,6 +16,7 @@ from .topology import Topology
 
 # An algorithm stays the winner while it is within so much of the fastest.
 NEAR = 1.02
+WINNER = f"fastest, or within {NEAR * 100 - 100:.0f} % of it"
 
 
 class Skipped(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS
-from .comparing import Comparison, Measured, busbw_gbs, size_text
+from .comparing import WINNER, Comparison, Measured, busbw_gbs, size_text
 from .quantities import seconds_text
 
 _STYLE = """\
@@ -39,9 +39,9 @@ def page(result: Comparison) -> str:
         f"<h1>{html.escape(title)}</h1>",
         '<p class="quiet">Simulated: the same schedules, event by event, on the links of the '
         f"topology <code>{html.escape(Path(result.topology.file).name)}</code>. The first plot "
-        "says which algorithm is the fastest where; a click on a name hides its curve, a double "
+        f"says which algorithm is the {WINNER}, where; a click on a name hides its curve, a double "
         "click shows it alone.</p>",
-        "<h2>The fastest</h2>",
+        f"<h2>{WINNER[0].upper()}{WINNER[1:]}</h2>",
         _html(_winners(result, names, colours), "winners", first=True),
     ]
     for nodes in result.nodes:
@@ -94,7 +94,7 @@ def _layout(figure: Any, height: int) -> Any:
 
 
 def _winners(result: Comparison, names: list[str], colours: dict[str, str]) -> Any:
-    """Sizes by nodes, in the colour of the fastest."""
+    """Sizes by nodes, in the colour of the winner."""
     import plotly.graph_objects as go
 
     winners = [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..bench.plot import COLOURS, MARKERS, short_size
-from .comparing import Comparison
+from .comparing import WINNER, Comparison
 
 
 def picture(result: Comparison, path: str) -> None:
     """Draws bus bandwidths over sizes into `path` (by its ending PNG or SVG); below each panel a
-    band in the colour of the fastest. Raises ImportError without matplotlib.
+    band in the colour of the winner. Raises ImportError without matplotlib.
     """
     import matplotlib
 
@@ -69,7 +69,7 @@ def picture(result: Comparison, path: str) -> None:
                 labels.append(label)
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.suptitle(
-        f"{result.collective} on {result.topology.name}, simulated; the band shows the fastest",
+        f"{result.collective} on {result.topology.name}, simulated; band: {WINNER}",
         x=0.012,
         ha="left",
         fontweight="bold",

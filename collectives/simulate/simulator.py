@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import _core
 from ..bench.report import bandwidth, bus_factor
+from ..config import checked_bytes
 from ..errors import UnsupportedError
 from ..schedule import algorithms, why_unsupported
 from .network import Floats, Network
@@ -278,9 +279,10 @@ def simulate(
     symmetric  True: one node stands for all; False: rank by rank; None: as is exact, or possible
 
     Raises UnsupportedError where the algorithm cannot run there, TopologyError where links are
-    missing, ValueError for unknown names.
+    missing, ValueError for unknown names and sizes below 0.
     """
-    return Simulator(algorithm, collective, topology, root=root, symmetric=symmetric).run(nbytes)
+    size = checked_bytes(nbytes, "nbytes")
+    return Simulator(algorithm, collective, topology, root=root, symmetric=symmetric).run(size)
 
 
 def candidates(collective: str, topology: Topology) -> list[str]:

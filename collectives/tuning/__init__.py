@@ -3,9 +3,10 @@ a size threshold.
 
 `Tuner.choose` answers for one communicator and arrays on hosts (`device.DeviceTuner` for arrays on
 GPUs): a forced rule (COLLECTIVES_ALGORITHM) first, then what
-`python -m collectives tune` measured on these ranks (`tables.py`), then the table below. Its
-entries come from `python -m collectives compare` on hosts with shared memory and
-with MPI between them; the model in `model.py` predicts times for `explain` and for sizes between.
+`python -m collectives tune` measured on these ranks (`tables.py`), for sizes near the measured
+ones, then the table below. Its entries come from `python -m collectives compare` on hosts with
+shared memory and with MPI between them; the model in `model.py` predicts times for `explain` and
+for sizes between.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _core
-from ..config import Rule
+from ..config import Rule, format_size
 from ..errors import TopologyError, did_you_mean
 from ..schedule import algorithms, why_unsupported
 
@@ -208,10 +209,31 @@ class Tuner:
         rule = self.rule(collective, nbytes)
         if rule is not None:
             return f"forced by COLLECTIVES_ALGORITHM ({rule})"
-        if self._from_measured(collective) is not None:
-            assert self.measured is not None
-            return f"the fastest as measured on these ranks ({self.measured.origin})"
-        return self.why_built_in(collective, nbytes)
+        sizes = self.sizes_measured(collective)
+        if self._from_measured(collective) is None or self.measured is None:
+            return self.why_built_in(collective, nbytes)
+        if self.is_measured(collective, nbytes):
+            where = f"the fastest as measured on these ranks ({self.measured.origin})"
+            if not sizes or sizes[0] <= nbytes <= sizes[-1]:
+                return where
+            near = sizes[0] if nbytes < sizes[0] else sizes[-1]
+            return f"{where}, with {format_size(near)}, which is near"
+        span = "-".join(format_size(size) for size in dict.fromkeys((sizes[0], sizes[-1])))
+        return (
+            f"{self.why_built_in(collective, nbytes)}; on these ranks {span} was measured, which "
+            f"is far from this ({self.measured.origin})"
+        )
+
+    def sizes_measured(self, collective: str) -> list[int]:
+        """The sizes that were measured on these ranks, rising."""
+        return self.measured.sizes(collective) if self.measured is not None else []
+
+    def is_measured(self, collective: str, nbytes: int) -> bool:
+        """True if what was measured on these ranks decides for a call, where nothing is forced."""
+        if self.measured is None or self._from_measured(collective) is None:
+            return False
+        low, high = self.measured.reach(collective)
+        return low <= nbytes <= high
 
     def way(self, algorithm: str, collective: str, nbytes: int) -> str:
         """How an algorithm goes about a call, by name, where it has several ways; "" on hosts."""
@@ -268,8 +290,10 @@ class Tuner:
         return _several_nodes(collective, self.nranks, len(set(self.node)))
 
     def _merge(self, collective: str) -> list[Choice]:
-        found = self._from_measured(collective)
-        table = found if found is not None else self.built_in(collective)
+        found, table = self._from_measured(collective), self.built_in(collective)
+        if found is not None:
+            assert self.measured is not None
+            table = _laid_over(table, found, *self.measured.reach(collective))
         for rule in self.rules:
             if rule.collective != collective:
                 continue
@@ -280,6 +304,23 @@ class Tuner:
                 )
             table = _override(table, rule)
         return table
+
+
+def _laid_over(table: list[Choice], found: list[Choice], low: int, high: int) -> list[Choice]:
+    """`table`, with `found` for sizes from `low` to `high`."""
+
+    def at(choices: list[Choice], nbytes: int) -> str:
+        return next(c.algorithm for c in choices if nbytes <= c.limit)
+
+    before = [c for c in table if c.limit < low]
+    if low:
+        before.append(Choice(low - 1, at(table, low - 1)))
+    inside = [c for c in found if low <= c.limit < high]
+    return _joined(
+        before,
+        [*inside, Choice(high, at(found, high))],
+        [c for c in table if c.limit > high],
+    )
 
 
 def _override(table: list[Choice], rule: Rule) -> list[Choice]:

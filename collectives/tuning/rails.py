@@ -7,6 +7,7 @@ to take.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def parts_of(algorithm: str) -> Parts | None:
 
 def why_not_placed(nodes: Sequence[int]) -> str:
     """Why ranks on these nodes have no rails, in words; "" if they have."""
-    counts = {list(nodes).count(node) for node in nodes}
+    counts = set(Counter(nodes).values())
     if len(set(nodes)) == 1:
         return "the ranks are on one node"
     if counts == {1}:

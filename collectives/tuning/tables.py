@@ -38,6 +38,10 @@ FORMAT = 1
 # What is chosen stays chosen while it is within so much of the fastest: the noise of a median.
 _NEAR = 1.05
 _ELSE = "go without it: unset COLLECTIVES_TABLE, or set it to off"
+# A table decides for sizes that were measured, and so many times beyond: `tune` measures sizes that
+# are so far apart. Up to a cache line all sizes are one.
+_BEYOND = 4
+_LINE = 64
 # Calls of all_to_all_v have no size that ranks could compare, and need one that sends directly.
 _ANY_PAIR = 1 << 62
 
@@ -58,6 +62,20 @@ class Table:
     rows: Sequence[Measurement] = field(repr=False)
     origin: str = ""
     gpus: Sequence[str] = ()
+
+    def sizes(self, collective: str) -> list[int]:
+        """The sizes that were measured, rising."""
+        return sorted({row.nbytes for row in self.rows if row.collective == collective})
+
+    def reach(self, collective: str) -> tuple[int, int]:
+        """The smallest and the largest size for which the choices are an answer. A table without
+        times is one for every size.
+        """
+        sizes = self.sizes(collective)
+        if not sizes:
+            return 0, ANY_SIZE
+        smallest = sizes[0] // _BEYOND if sizes[0] > _LINE else 0
+        return smallest, max(_LINE, sizes[-1] * _BEYOND)
 
     def times(self, collective: str, nbytes: int) -> dict[str, float]:
         """Measured seconds by algorithm: between two measured sizes on a straight line of

@@ -1,0 +1,86 @@
+"""Arguments of communicators that are refused, in words, before anything is sent or started."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+
+NO_SECONDS = [
+    (-1, ValueError, "positive number of seconds, such as 30, not -1"),
+    (0, ValueError, "positive"),
+    (float("nan"), ValueError, "positive.*not nan"),
+    (float("inf"), ValueError, "positive.*not inf"),
+    ("x", TypeError, "timeout must be a number of seconds, not 'x'"),
+    ("3", TypeError, "timeout must be a number of seconds, not '3'"),
+    ([], TypeError, "number of seconds"),
+]
+
+
+@pytest.mark.parametrize(("timeout", "kind", "words"), NO_SECONDS)
+def test_a_timeout_that_is_none(monkeypatch, timeout, kind, words):
+    from collectives import communicator, starting
+
+    for module in (communicator, starting):
+        monkeypatch.setattr(module, "detect", lambda *_, **__: pytest.fail("it looked for ranks"))
+    monkeypatch.setattr(starting.Threads, "world", lambda *_: pytest.fail("it made ends"))
+    for start in (
+        lambda: cc.init(timeout=timeout),
+        lambda: cc.from_mpi(None, timeout=timeout),
+        lambda: cc.run_threads(2, lambda comm: None, timeout=timeout),
+    ):
+        with pytest.raises(kind, match=words):
+            start()
+
+
+@pytest.mark.parametrize(("timeout", "kind", "words"), NO_SECONDS)
+def test_a_timeout_of_a_part_that_is_none(timeout, kind, words):
+    def body(comm):
+        for call in (
+            lambda: comm.split(0, timeout=timeout),
+            lambda: comm.duplicate(timeout),
+            lambda: comm.shrink(timeout),
+        ):
+            with pytest.raises(kind, match=words):
+                call()
+        return comm.all_reduce(np.ones(1))[0]
+
+    assert cc.run_threads(2, body, timeout=20) == [2, 2]
+
+
+def integers():
+    found = [np.int64, np.uint8, lambda value: np.array(value, np.int32)]
+    torch = pytest.importorskip("torch")
+    return [*found, torch.tensor]
+
+
+def test_split_takes_integers_of_any_kind():
+    def body(comm):
+        for kind in integers():
+            part = comm.split(kind(comm.rank % 2), kind(1 - comm.rank // 2))
+            assert (part.rank, part.size) == (1 - comm.rank // 2, 2), kind
+            part.close()
+
+    cc.run_threads(4, body, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("a",), "color must be an integer, not 'a'"),
+        ((1.5,), "color must be an integer, not 1.5"),
+        ((0, None), "key must be an integer, not None"),
+        ((0, "0"), "key must be an integer, not '0'"),
+    ],
+)
+def test_split_refuses_what_is_no_integer(arguments, words):
+    """Before anything is sent: the next collective call finds the ranks where they were."""
+
+    def body(comm):
+        if comm.rank == 0:
+            with pytest.raises(TypeError, match=words):
+                comm.split(*arguments)
+        return comm.all_reduce(np.ones(1))[0]
+
+    assert cc.run_threads(2, body, timeout=20) == [2, 2]

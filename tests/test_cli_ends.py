@@ -1,0 +1,105 @@
+"""How commands end that cannot do what was asked, or are interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from collectives import cli
+from collectives.cli import _progress, explain
+
+
+@pytest.mark.parametrize("ranks", ["--ranks", "--threads"])
+def test_ctrl_c_says_one_line(ranks):
+    command = ["bench", ranks, "2", "-b", "1K", "-e", "4K", "--seconds", "0.2", "-n", "9999999"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "collectives", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        while "algorithm" not in process.stdout.readline():  # the table's head: it measures
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        watchdog.cancel()
+        process.kill()
+    assert (process.returncode, err) == (130, "python -m collectives bench: interrupted\n")
+
+
+def test_an_interrupt_takes_the_bar_away_and_only_rank_0_tells(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    cleared = []
+    monkeypatch.setattr(explain, "run", interrupted)
+    monkeypatch.setattr(_progress, "clear_line", lambda: cleared.append(True))
+    monkeypatch.setattr(threading, "enumerate", list)  # other tests may have left threads
+    assert cli.main(["explain", "all_reduce"]) == 130
+    assert capsys.readouterr().err == "python -m collectives explain: interrupted\n"
+    assert cleared
+    monkeypatch.setenv("COLLECTIVES_RANK", "1")
+    assert cli.main(["explain", "all_reduce"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["explain", "run"])
+def test_too_little_memory_is_told_in_words(capsys, monkeypatch, command):
+    def greedy(*_, **__):
+        raise MemoryError
+
+    if command == "run":  # which has no part in `in_words`
+        monkeypatch.setattr("collectives.cli.run.run", greedy)
+    monkeypatch.setattr(explain, "explain", greedy)
+    words = {"explain": ["all_reduce"], "run": ["-n", "2", "x.py"]}[command]
+    assert cli.main([command, *words]) == 2
+    assert "not enough memory for this; ask for fewer ranks" in capsys.readouterr().err
+
+
+def test_explain_of_many_ranks_names_simulate(capsys):
+    assert cli.main(["explain", "all_to_all", "--ranks", "4096", "--nodes", "512"]) == 0
+    out = capsys.readouterr().out
+    assert "runs " in out and "why " in out and "by size " in out and "costs" not in out
+    assert "up to 512 ranks" in out
+    assert "simulate all_to_all --topology dgx-h100 --nodes 512 --bytes 1M" in out
+    assert cli.main(["explain", "all_reduce", "--ranks", "9000000000"]) == 2
+    assert "more than the 1048576 that can be described" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["chaos", "--json"], ["draw", "ring", "all_reduce", "-o"]], ids=lambda c: c[0]
+)
+def test_a_file_that_cannot_be_written_is_told_before_any_work(
+    capsys, monkeypatch, tmp_path, command
+):
+    from collectives.cli import chaos, draw
+
+    monkeypatch.setattr(chaos, "_play", lambda *_: pytest.fail("it played"))
+    monkeypatch.setattr(chaos.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(draw, "schedule", lambda *_, **__: pytest.fail("it drew"))
+    path = tmp_path / "none" / "found.svg"
+    assert cli.main([*command, str(path)]) == 2
+    assert f"{path} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "2", "--nodes", "3", "x.py"], "2 ranks cannot be divided into 3 nodes"),
+        (["-n", "2", "--bind", "foo.invalid", "x.py"], "the address 'foo.invalid' is unknown"),
+    ],
+)
+def test_run_ends_with_2_where_it_cannot_start(capsys, arguments, words):
+    assert cli.main(["run", *arguments]) == 2
+    assert words in capsys.readouterr().err
