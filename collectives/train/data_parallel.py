@@ -26,6 +26,7 @@ from ..bucketing import Bucketer
 from ..errors import CollectiveError
 from ..gradients import put
 from ..work import ThenWork, Work
+from .allowed import check_changes
 from .batches import joined, micro_batches, samples
 from .gathering import Gatherer
 from .gradient_memory import GradientMemory
@@ -36,7 +37,8 @@ from .model import Sink, model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
 from .precision import LossScale, check_kept, compute_dtype, kept_dtype, specs_of
-from .progress import Bar, Log, Metrics, number
+from .progress import Log, Metrics, number
+from .progress_bar import with_bar
 from .schedules import Constant, Schedule, factor_at
 from .settings import agree_on, check_parameters, check_settings, text_of
 from .sharding import Shard, Store
@@ -152,6 +154,7 @@ class Trainer:
         self.updates = 0  # optimizer steps that were taken
         self.steps = 0  # with those that were left out
         self.last: Metrics | None = None
+        self._closed = False
         # For dropout and the like: another stream on each rank, kept in checkpoints.
         self.random = np.random.default_rng([seed, comm.rank])
         self._dtype = compute_dtype(precision)
@@ -264,7 +267,7 @@ class Trainer:
             return self._step(batch)
 
     def _step(self, batch: Any) -> Metrics:
-        self._settle()
+        self._settle("step")
         began = time.monotonic()
         before = dataclasses.replace(self.bucketer.statistics)
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -355,8 +358,13 @@ class Trainer:
             self._cause = Cause.of(error)
             self._gradients.give()
 
-    def _settle(self) -> None:
-        """After a step that was given up: all ranks have, or all raise."""
+    def _settle(self, changes: str = "") -> None:
+        """After a step that was given up: all ranks have, or all raise.
+
+        changes  the call that is about to change parameters
+        """
+        if changes:
+            check_changes(changes, self._closed, self._gatherer)
         if self._cause is not None:
             meet([self.comm, *self.bucketer.siblings], self._cause, self.steps + 1)
             self._cause = None
@@ -366,16 +374,7 @@ class Trainer:
 
     def progress(self, batches: Iterable[Any], total: int | None = None) -> Iterator[Any]:
         """Yields `batches` as `join` does, with a line about the steps on rank 0's terminal."""
-        if total is None:
-            with contextlib.suppress(TypeError):
-                total = len(batches)  # type: ignore[arg-type]
-        bar = Bar(total, self.comm.rank)
-        try:
-            for batch in self.join(batches):
-                yield batch
-                bar.step(self.last, self.global_batch)
-        finally:
-            bar.close()
+        return with_bar(self, batches, total)
 
     def join(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yields `batches`, then None until every rank is through: ranks may have different
@@ -410,17 +409,15 @@ class Trainer:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Any]:
         """In this block all parameters are there, under every stage, for evaluation: yields the
-        module, or for functions the parameters by name. Collective.
+        module, or for functions the parameters by name. Collective. Under stage 3 they are copies:
+        `step` and `load` raise CollectiveError in this block.
         """
+        block: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._gatherer is not None:
-            with self._model.stream():
-                self._settle()
-                self._gatherer.gather_everything()
-        try:
+            self._settle()
+            block = self._gatherer.everything()
+        with block:
             yield self._model.whole()
-        finally:
-            if self._gatherer is not None:
-                self._gatherer.release_everything()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps."""
@@ -432,6 +429,7 @@ class Trainer:
         """Leaves the groups of ranks that the trainer made for itself; `comm` stays. Local. Under
         stage 3 a module is left without parameters: see `release`.
         """
+        self._closed = True
         self._model.close()
         for comm in self.bucketer.siblings:
             comm.close()
@@ -442,7 +440,7 @@ class Trainer:
         """
         if self._gatherer is not None:
             with self._model.stream():
-                self._settle()
+                self._settle("release")
                 self._gatherer.gather_everything()
         self._model.release()
         self.close()
@@ -464,7 +462,7 @@ class Trainer:
         from .checkpoint import load
 
         with self._model.stream():
-            self._settle()
+            self._settle("load")
             load(self, path, sampler)
 
     # ---- for checkpoints -----------------------------------------------------------------------
@@ -527,10 +525,12 @@ class Trainer:
 
     def _total(self, counts: Sequence[int]) -> int:
         """Samples, or tokens, of the global batch."""
-        total = np.array([sum(counts)], np.int64)
+        total = np.array([sum(counts), not all(counts)], np.int64)
         self.comm.all_reduce(total)
         if total[0] < 1:
             raise ValueError("step: no rank has a sample")
+        if self._gatherer is not None:
+            self._gatherer.begin_step(absent=bool(total[1]))
         return int(total[0])
 
     def _ready(self, name: str, grad: Any, scale: float = 1.0) -> None:

@@ -3,14 +3,16 @@ released after use.
 
 All ranks must launch the same gathers in the same order. In the first pass they compare before each
 one. Later passes follow the order of the first; a rank that departs from it compares again, which
-the others, if they do not depart too, answer with a MismatchError instead of other parameters.
+the others, if they do not depart too, answer with a MismatchError instead of other parameters. In a
+step in which some rank has no data all compare: that rank cannot know what the others depart from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _IDLE = 2  # buckets that stay without being pinned: the current one and the one before
 _END = 1 << 40
+KEPT = "kept"  # pins what stays to the end of the pass, whoever uses it
 _T = TypeVar("_T")
 
 
@@ -61,17 +64,36 @@ class Gatherer:
         self._record: list[int] | None = None  # the launches of a pass, agreed by all ranks
         self._launched: list[int] = []
         self._latest = -1  # that was needed last in this pass
-        self._everything = False
+        self._blocks = 0  # in which everything is gathered, one inside of the other
+        self._compares = False  # in this step, also where passes are as before
         self.peak = 0  # most bytes of gathered parameters at a time
 
     def need(self, index: int) -> Any:
         """All parameters of a bucket, gathered by now, or on a GPU, for what comes next on the
         current stream.
         """
-        if self._everything or (index == self._latest and index not in self._works):
+        if self._blocks or (index == self._latest and index not in self._works):
             return self._store.shards[index].full
         with self._memory.stream():
             return self._need(index)
+
+    def there(self, index: int) -> bool:
+        """True if a bucket is gathered: because it was needed, not only fetched ahead, which ranks
+        do in later passes alone.
+        """
+        return self._blocks > 0 or (index in self._resident and index not in self._works)
+
+    def keep(self, index: int) -> bool:
+        """Keeps a bucket to the end of the pass, if it is `there`."""
+        if not self.there(index):
+            return False
+        if not self._blocks:
+            self.pins[index].add(KEPT)
+        return True
+
+    def begin_step(self, *, absent: bool) -> None:
+        """absent: some rank has no data, in some pass of the step."""
+        self._compares = absent
 
     def _need(self, index: int) -> Any:
         self._latest = index
@@ -91,7 +113,7 @@ class Gatherer:
 
     def end_pass(self) -> None:
         """Releases everything; the next pass is expected to be like this one."""
-        if self._record is None or len(self._launched) < len(self._record):
+        if self._record is None or self._compares or len(self._launched) < len(self._record):
             self._compare(_END)
             self._record = list(self._launched)
         self.discard()
@@ -143,10 +165,6 @@ class Gatherer:
             self._store.gather(self._comm, self._side, shard, place).wait()
 
         def follow() -> None:
-            if self._record is not None:
-                for index in self._record:
-                    take_part(index)
-                return
             record = []
             while (index := self._compare(None)) != _END:
                 take_part(index)
@@ -156,9 +174,26 @@ class Gatherer:
         device = next((device for _, device in most if device != "cpu"), None)
         return follow if device is None else self._side.of(device).beside(follow)
 
+    @contextlib.contextmanager
+    def everything(self) -> Iterator[None]:
+        """All buckets are gathered in this block; between passes."""
+        with self._memory.stream():
+            self.gather_everything()
+        try:
+            yield
+        finally:
+            self._release_everything()
+
+    @property
+    def in_block(self) -> bool:
+        """True in a block of `everything`."""
+        return self._blocks > 0
+
     def gather_everything(self) -> None:
-        """All buckets at once, until `release_everything`; between passes."""
-        self._everything = True
+        """All buckets at once, for good."""
+        self._blocks += 1
+        if self._blocks > 1:
+            return
         works = []
         for shard in self._store.shards:
             shard.full = self._memory.take(shard)
@@ -166,8 +201,10 @@ class Gatherer:
         for work in works:
             work.wait()
 
-    def release_everything(self) -> None:
-        self._everything = False
+    def _release_everything(self) -> None:
+        self._blocks -= 1
+        if self._blocks:
+            return
         for shard in self._store.shards:
             self._memory.give(shard)
             shard.full = None
@@ -182,7 +219,7 @@ class Gatherer:
     def _launch(self, index: int) -> None:
         if self._expected() != index:
             self._record = None  # this pass departs from it
-        if self._record is None:
+        if self._record is None or self._compares:
             self._compare(index)
         self._start(index)
 

@@ -3,31 +3,39 @@
 Under stage 3 a parameter's bucket is gathered before the forward of the module that has it, and
 again when the gradient of that module's output is there. In between the memory is given back: the
 storage shrinks to nothing, so whatever autograd has saved, also views of parameters, is empty until
-the next gather fills the same storage. A parameter must be used in the forward of a module that has
-it (it may have several).
+the next gather fills the same storage. Modules that are not torch's own may return anything: what
+autograd saves in their forward calls for its bucket by itself (see `saved`).
+
+A parameter must be used in the forward of a module that has it (it may have several). Where it is
+used elsewhere (see `guarded`), its bucket stays to the end of the pass if it is there, and is named
+if it is not.
 """
 
 from __future__ import annotations
 
+import bisect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..array import namespace, native
 from ..array.dtypes import torch_dtype
 from ..errors import CollectiveError
-from ..gradients import listed
 from ..torch_gradients import CupyFollows
 from .arrivals import Arrivals
 from .batches import each_array
+from .gathering import KEPT
+from .guarded import each_tensor, guard, not_there, open_up, shut, unguard
 from .holding import check_free, hold, let_go, used_while_empty
 from .model import Model, Sink
+from .saved import Saving
 from .sharding import Shard
 from .torch_arrays import tensor_of
+from .untraced import untraced
 
 if TYPE_CHECKING:
     from ..bucket_layout import Bucket
@@ -36,8 +44,10 @@ if TYPE_CHECKING:
     from .sharding import Store
 
 
-# All parameters of a bucket; nothing; each parameter with its part.
-_Flat = tuple[torch.Tensor, torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]]
+# All parameters of a bucket; each parameter with its part, and with what it has in between: the
+# same shape, for autograd and whoever asks, without memory. It is NaN for what does not see that
+# the parameter is shut.
+_Flat = tuple[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]]
 
 
 class ModuleModel(Model):
@@ -64,7 +74,10 @@ class ModuleModel(Model):
         self._done: set[str] = set()  # whose gradient has arrived in this pass
         self._dtype: torch.dtype | None = None
         self._flat: dict[int, _Flat] = {}  # bucket -> its memory under stage 3
+        self._places: dict[int, int] = {}  # where that begins, if it has memory -> bucket
         self._owns: list[_Own] = []
+        self._entered: list[_Entered] = []  # forwards under way
+        self._saving = Saving(self._bucket_of, self._fetch)
         self._gatherer: Gatherer | None = None
         self._store: Store | None = None
         self._arrivals = Arrivals(self._tensors, self)
@@ -124,19 +137,10 @@ class ModuleModel(Model):
                 shard = store.owners[name][0]
                 parameter.data = tensor_of(store.view(name, shard.full))
         else:
+            for parameter in self._tensors.values():
+                guard(parameter, weakref.WeakMethod(self._used_elsewhere))
             for shard in store.shards:
-                kind = torch_dtype(torch, shard.dtype)
-                device = shard.bucket.device
-                flat = torch.empty(shard.bucket.count, dtype=kind, device=device)
-                # Views see the storage, whatever memory it has.
-                self._flat[shard.bucket.index] = (
-                    flat,
-                    flat.new_empty(0),
-                    [
-                        (self._tensors[s.name], flat[s.start : s.start + s.length].view(s.shape))
-                        for s in shard.bucket.slots
-                    ],
-                )
+                self._flat[shard.bucket.index] = self._flat_of(shard)
                 self.give(shard)
         if first:
             self._begin()
@@ -144,6 +148,20 @@ class ModuleModel(Model):
             hold(self._tensors.values(), mine, empty=gatherer is not None)
         for own in self._owns:
             own.find(self._bucket)
+
+    def _flat_of(self, shard: Shard) -> _Flat:
+        kind = torch_dtype(torch, shard.dtype)
+        flat = torch.empty(shard.bucket.count, dtype=kind, device=shard.bucket.device)
+        nan = flat.new_full((), float("nan"))
+        return flat, [
+            (
+                self._tensors[slot.name],
+                # It sees the storage, whatever memory that has.
+                flat[slot.start : slot.start + slot.length].view(slot.shape),
+                nan.expand(slot.shape),
+            )
+            for slot in shard.bucket.slots
+        ]
 
     def _begin(self) -> None:
         for name, parameter in self._frozen.items():
@@ -156,18 +174,27 @@ class ModuleModel(Model):
             self._watch()
 
     def take(self, shard: Shard) -> Any:
-        flat, _, views = self._flat[shard.bucket.index]
+        flat, views = self._flat[shard.bucket.index]
         flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-        for parameter, view in views:
-            parameter.data = view
+        if flat.numel():  # what has no memory is nowhere
+            self._places[flat.data_ptr()] = shard.bucket.index
+        with torch._C.DisableTorchFunctionSubclass():  # they may be shut
+            for parameter, view, _ in views:
+                parameter.data = view
         return native(flat)
 
     def give(self, shard: Shard) -> None:
-        flat, nothing, views = self._flat[shard.bucket.index]
-        for parameter, _ in views:
-            # What is used outside of its module's forward fails by its shape: see `_explain`.
-            parameter.data = nothing
-        flat.untyped_storage().resize_(0)
+        flat, views = self._flat[shard.bucket.index]
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, _, blank in views:
+                shut(parameter)
+                parameter.data = blank
+        self._places.pop(flat.data_ptr(), None)
+        storage = flat.untyped_storage()
+        if not storage.resizable():  # somebody has it as an array of numpy, and keeps it
+            self._flat[shard.bucket.index] = self._flat_of(shard)
+            storage = self._flat[shard.bucket.index][0].untyped_storage()
+        storage.resize_(0)
 
     def lend(self, count: int, dtype: str, device: str) -> Lent | None:
         return _Lent(count, dtype, device) if self.on_gpu else None
@@ -179,14 +206,19 @@ class ModuleModel(Model):
         self._arrivals.close()
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._tensors.values():
+            unguard(parameter)
         let_go(self._tensors.values(), whole=False)
 
     def release(self) -> None:
         for parameter in self._tensors.values():
+            open_up(parameter)
             parameter.data = parameter.detach().clone()
         let_go(self._tensors.values(), whole=True)
 
     def whole(self) -> Any:
+        for parameter in self._tensors.values():
+            open_up(parameter)
         return self._module
 
     # ---- forward and backward ------------------------------------------------------------------
@@ -203,18 +235,20 @@ class ModuleModel(Model):
             self._arrivals.end()
         except BaseException:
             self._arrivals.discard()
+            while self._entered:  # what interrupts a forward may leave it without its hooks
+                self._leave()
             raise
         return loss
 
     def _forward_and_backward(self, batch: Any, factor: float) -> Any:
         try:
             loss = self._loss(self._module, batch)
+            # What is smaller than float32 would round the weights.
+            wide = loss if loss.dtype == torch.float64 else loss.float()
+            (wide * factor).backward()
         except RuntimeError as error:
             self._explain(error)
             raise
-        # What is smaller than float32 would round the weights.
-        wide = loss if loss.dtype == torch.float64 else loss.float()
-        (wide * factor).backward()
         return wide.detach()
 
     def _explain(self, error: RuntimeError) -> None:
@@ -224,11 +258,7 @@ class ModuleModel(Model):
         empty = {id(p): n for n, p in self._tensors.items() if self._is_empty(n)}
         names = used_while_empty(error.__traceback__, empty)
         if names:
-            raise CollectiveError(
-                f"sharding=3: {listed(names)} was used outside of the forward of a module that has "
-                "it, where it is not gathered: call that module, or make it a parameter of the "
-                f"module that uses it ({error})"
-            ) from error
+            raise CollectiveError(f"{not_there(names)} ({error})") from error
 
     def _is_empty(self, name: str) -> bool:
         assert self._store is not None
@@ -264,6 +294,8 @@ class ModuleModel(Model):
             parts = [module]
             if isinstance(module, torch.nn.MultiheadAttention):
                 parts.append(module.out_proj)  # it uses this one's parameters, and never calls it
+            lists = (torch.nn.ParameterList, torch.nn.ParameterDict)  # cannot be called
+            parts += [part for part in module.children() if isinstance(part, lists)]
             names = [
                 self._names[id(p)]
                 for part in parts
@@ -271,11 +303,13 @@ class ModuleModel(Model):
                 if p.requires_grad
             ]
             if names:
-                own = _Own(names)
+                stock = type(module).__module__.startswith("torch.nn.modules.")
+                own = _Own(names, [self._tensors[name] for name in names], stock)
                 self._owns.append(own)
-                before = partial(self._before_forward, own)
-                after = partial(self._after_forward, own)
-                self._hooks.append(module.register_forward_pre_hook(before))
+                before = untraced(partial(self._before_forward, own))
+                after = untraced(partial(self._after_forward, own))
+                # Before other hooks, which may use parameters.
+                self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
                 self._hooks.append(module.register_forward_hook(after, always_call=True))
 
     def _before_forward(self, own: _Own, module: torch.nn.Module, inputs: Any) -> None:
@@ -284,18 +318,34 @@ class ModuleModel(Model):
         for index in own.buckets:
             gatherer.pins[index].add(id(module))
             gatherer.need(index)
+        opened = [p for p in own.parameters if open_up(p)]
+        # Torch's modules return tensors, which `_after_forward` finds, and keep none.
+        saving = not own.stock and self._saving.begin()
+        self._entered.append(_Entered(id(module), opened, saving))
 
     def _after_forward(self, own: _Own, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         gatherer = self._gatherer
         assert gatherer is not None
         for index in own.buckets:
             gatherer.pins[index].discard(id(module))
-        for tensor in _tensors(output):
+        if self._entered and self._entered[-1].module == id(module):  # else it did not get there
+            self._leave()
+        for tensor in each_tensor(output):
+            place = None if own.stock else self._bucket_of(tensor)
+            if place is not None:  # a parameter, or a view of one, for others to use
+                gatherer.keep(place)
             # What comes next may write in place into a view: then autograd goes past the view's
             # node and straight to that of its base.
             base = tensor._base if tensor._is_view() else None
             for node in {tensor.grad_fn, None if base is None else base.grad_fn} - {None}:
                 node.register_prehook(partial(self._before_backward, own))
+
+    def _leave(self) -> None:
+        entered = self._entered.pop()
+        for parameter in entered.opened:
+            shut(parameter)
+        if entered.saving:
+            self._saving.end()
 
     def _before_backward(self, own: _Own, grads: Any) -> None:
         gatherer = self._gatherer
@@ -304,6 +354,32 @@ class ModuleModel(Model):
             if name not in self._done:
                 gatherer.pins[index].add(name)  # until its gradient has arrived
                 gatherer.need(index)
+
+    def _bucket_of(self, tensor: torch.Tensor) -> int | None:
+        """The bucket in whose memory a tensor lies, None if it is none."""
+        try:
+            return self._places.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # it has no storage: one that is sparse
+            return None
+
+    def _fetch(self, index: int, saved: torch.Tensor) -> None:
+        """Backward asks for what was saved of a bucket."""
+        gatherer = self._gatherer
+        assert gatherer is not None and self._store is not None
+        if gatherer.in_block:
+            return
+        slots = self._store.shards[index].bucket.slots
+        place = bisect.bisect_right(slots, saved.storage_offset(), key=lambda slot: slot.start)
+        name = slots[max(0, place - 1)].name
+        # Until its gradient has arrived; what was not used for that has no such end.
+        gatherer.pins[index].add(KEPT if name in self._done else name)
+        if not gatherer.there(index):
+            gatherer.need(index)
+
+    def _used_elsewhere(self, parameter: torch.Tensor) -> None:
+        name = self._names[id(parameter)]
+        if self._gatherer is None or not self._gatherer.keep(self._bucket(name)):
+            raise CollectiveError(not_there([name]))
 
 
 class _Lent:
@@ -329,10 +405,15 @@ class _Lent:
 
 
 class _Own:
-    """The trainable parameters of a module itself, and the buckets that they are in."""
+    """The trainable parameters of a module itself, and the buckets that they are in.
 
-    def __init__(self, names: list[str]) -> None:
+    stock  the module is one of torch's own
+    """
+
+    def __init__(self, names: list[str], parameters: list[torch.Tensor], stock: bool) -> None:
         self._names = names
+        self.parameters = parameters
+        self.stock = stock
         self.places: list[tuple[str, int]] = []
         self.buckets: list[int] = []
 
@@ -340,6 +421,16 @@ class _Own:
         """The parameters lie in other buckets now."""
         self.places = [(name, bucket_of(name)) for name in self._names]
         self.buckets = list(dict.fromkeys(index for _, index in self.places))
+
+
+class _Entered(NamedTuple):
+    """The forward of a module, by id, with the parameters that it opened, and whether it set hooks
+    for what autograd saves.
+    """
+
+    module: int
+    opened: list[torch.Tensor]
+    saving: bool
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -359,14 +450,3 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     return each_array(batch, cast)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for part in output.values():
-            yield from _tensors(part)
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from _tensors(part)
