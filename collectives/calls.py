@@ -244,7 +244,7 @@ class Calls:
                 self._call_with(held, *arguments)
                 return result()
 
-            return self._group.add(run)
+            return self._group.add(run, source, target)
         if async_op:
             held = self._in_flight.hold((source, target, *keep))
             work = self._submit(*arguments)

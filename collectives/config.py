@@ -417,7 +417,7 @@ class Settings:
 
         Raises ConfigError for an unknown COLLECTIVES_ name or a malformed value.
         """
-        own, environ = environ is None, os.environ if environ is None else environ
+        environ = os.environ if environ is None else environ
         known = [variable.name for variable in VARIABLES]
         for name in environ:
             if name not in known and not _is_foreign(name):
@@ -431,12 +431,6 @@ class Settings:
             except ConfigError as error:
                 raise ConfigError(f"environment variable {variable.name}: {error}") from None
             setattr(self, variable.field, value)
-        if own and "COLLECTIVES_SIMD" in os.environ:
-            # The core reads it itself, at the first reduction, and knows these names alone.
-            if self.simd in SIMD_LEVELS:
-                os.environ["COLLECTIVES_SIMD"] = self.simd
-            else:
-                del os.environ["COLLECTIVES_SIMD"]
 
     def __repr__(self) -> str:
         hidden = {"secret": "(set)"} if self.secret else {}

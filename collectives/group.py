@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
-from .array import View, from_pointer, view
+from .array import View, from_pointer, overlap, view
 from .calls import OPS, Calls
 from .errors import CollectiveError
-from .work import GroupWork, TransferWork
+from .work import GroupWork, TransferWork, Work
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -114,6 +113,18 @@ class _Pack:
             work.complete(result())
 
 
+class _Late:
+    """Sends and receives that start when the calls before them have run, whose arrays they need."""
+
+    def __init__(self, post: Callable[[], TransferWork]) -> None:
+        self._post = post
+        self.posted: TransferWork | None = None
+        self.works = [GroupWork()]
+
+    def run(self) -> None:
+        self.posted = self._post()
+
+
 class _Together:
     """Sends and receives on a GPU that go on together."""
 
@@ -154,10 +165,13 @@ class Group:
 
     def __init__(self, comm: Calls) -> None:
         self._comm = comm
-        self._entries: list[_Call | _Pack | _Together] = []
+        self._entries: list[_Call | _Pack | _Late | _Together] = []
+        self._read, self._written = _Ranges(), _Ranges()  # by calls on the host so far
         # Packs that may still grow, in the order in which they run.
         self._open: dict[tuple[str, str], _Pack] = {}
-        self._transfers: list[TransferWork] = []
+        self._transfers: list[TransferWork | _Late] = []
+        self._moved = _Ranges()  # what transfers read or write
+        self._moving: list[tuple[TransferWork | _Late, Sequence[View]]] = []
         self._together: _Together | None = None  # sends and receives on a GPU that may still grow
 
     def __enter__(self) -> Group:
@@ -166,10 +180,16 @@ class Group:
         self._comm._group = self
         return self
 
-    def add(self, run: Callable[[], Any]) -> GroupWork:
-        """Notes any call; later ones may need its result, so packs end here."""
+    def add(
+        self, run: Callable[[], Any], source: View | None = None, target: View | None = None
+    ) -> GroupWork:
+        """Notes any call; later ones may need its result, so packs end here.
+
+        source, target  what it reads and writes on the host
+        """
         self._open.clear()
         self._together = None
+        self._use(source, target)
         call = _Call(run)
         self._entries.append(call)
         return call.work
@@ -179,6 +199,7 @@ class Group:
     ) -> GroupWork:
         """Notes an all_reduce that may be packed with others."""
         self._together = None
+        self._use(source, target)
         kind = (source.dtype, op)
         pack = self._open.get(kind)
         if pack is not None:
@@ -193,10 +214,44 @@ class Group:
             self._entries.append(pack)
         return pack.add(source, target, result)
 
-    def add_transfers(self, work: TransferWork) -> TransferWork:
-        """Notes sends and receives that are under way."""
+    def _use(self, source: View | None, target: View | None) -> None:
+        """A call on the host reads and writes these: transfers of the same memory end before it."""
+        used = [v for v in (source, target) if v is not None]
+        if any(self._moved.touch(v) for v in used):
+            awaited = [
+                work
+                for work, arrays in self._moving
+                if any(overlap(v, a) != "none" for v in used for a in arrays)
+            ]
+            self._open.clear()
+            self._entries.append(_Call(lambda: self._wait(awaited)))
+        if source is not None:
+            self._read.add(source)
+        if target is not None:
+            self._written.add(target)
+
+    def add_transfers(
+        self, post: Callable[[], TransferWork], sent: Sequence[View], received: Sequence[View]
+    ) -> Work:
+        """Notes sends and receives. They start now, unless a call before has to do with their
+        arrays.
+        """
+        after = any(self._written.touch(v) for v in (*sent, *received))
+        late = after or any(self._read.touch(v) for v in received)
+        work = _Late(post) if late else post()
         self._transfers.append(work)
-        return work
+        self._moving.append((work, (*sent, *received)))
+        for v in (*sent, *received):
+            self._moved.add(v)
+        if isinstance(work, TransferWork):
+            return work
+        self._open.clear()
+        self._entries.append(work)
+        return work.works[0]
+
+    def _wait(self, works: Iterable[TransferWork | _Late]) -> None:
+        started = (work.posted if isinstance(work, _Late) else work for work in works)
+        self._comm._core.wait([p for t in started if t is not None for p in t.posted])
 
     def add_device_transfers(
         self,
@@ -224,31 +279,36 @@ class Group:
     ) -> None:
         comm = self._comm
         comm._group = None
-        left = deque(self._entries)
         if error is not None:
-            self._give_up(left, "the with block of its group()", error)
+            self._give_up("the with block of its group()", error)
             return
-        while left:
-            entry = left.popleft()
+        for entry in self._entries:
             try:
                 entry.run()
             except BaseException as failed:
                 for work in entry.works:
                     work.fail(failed)
-                self._give_up(left, "a call before it in its group()", failed)
+                self._give_up("a call before it in its group()", failed)
                 raise
         if self._transfers:
-            comm._core.wait([p for t in self._transfers for p in t.posted])
+            late = [t for t in self._transfers if isinstance(t, _Late)]
+            try:
+                self._wait(self._transfers)
+            except BaseException as failed:
+                for transfer in late:
+                    transfer.works[0].fail(failed)
+                raise
+            for transfer in late:
+                assert transfer.posted is not None, "all entries have run"
+                transfer.works[0].complete(transfer.posted.wait())
 
-    def _give_up(
-        self, entries: Iterable[_Call | _Pack | _Together], what: str, error: BaseException
-    ) -> None:
-        """Settles the works of calls that are not made."""
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Settles the works of calls that have not ended."""
         why = CollectiveError(
             f"this call was not made: {what} raised {type(error).__name__}: {error}",
             rank=self._comm.rank,
         )
         why.__cause__ = error
-        for entry in entries:
+        for entry in self._entries:
             for work in entry.works:
                 work.fail(why)

@@ -121,10 +121,17 @@ class PointToPoint(Calls):
         if not async_op and self._group is None:
             self._core.transfer(transfers)
             return result()
-        held = self._in_flight.hold(keep)
-        posted = [self._core.post(transfer, True) for transfer in transfers]
-        work = TransferWork(self._core, posted, result, held)
-        return work if self._group is None else self._group.add_transfers(work)
+
+        def post() -> TransferWork:
+            held = self._in_flight.hold(keep)
+            posted = [self._core.post(transfer, True) for transfer in transfers]
+            return TransferWork(self._core, posted, result, held)
+
+        if self._group is None:
+            return post()
+        sent = [p.array for p in parts if p.sends]
+        received = [p.array for p in parts if not p.sends]
+        return self._group.add_transfers(post, sent, received)
 
     def _move_on_device(
         self,

@@ -178,8 +178,8 @@ void bind_communicator(py::module_& m) {
       .def("end_queue", &Communicator::end_queue, py::call_guard<WithoutGil>())
       .def("close", &Communicator::close, py::call_guard<WithoutGil>())
       .def("enter_device_call", &Communicator::enter_device_call)
-      .def("look", &Communicator::look)
-      .def("look_around", &Communicator::look_around)
+      .def("look", [](Communicator& c) { c.look(); })
+      .def("look_around", [](Communicator& c) { c.look_around(); })
       .def("abort", &Communicator::abort)
       .def(
           "post",

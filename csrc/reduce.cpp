@@ -2,6 +2,7 @@
 #include "reduce.hpp"
 
 #include <atomic>
+#include <cctype>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -160,12 +161,15 @@ constexpr Kernels kKernels = make_kernels("portable");
 
 const Kernels& choose_kernels() {
   const char* const forced = std::getenv("COLLECTIVES_SIMD");
-  if (forced == nullptr || *forced == '\0') {
+  std::string name;
+  for (const char* c = forced; c != nullptr && *c != '\0'; ++c)
+    if (!std::isspace(static_cast<unsigned char>(*c)))
+      name += static_cast<char>(std::tolower(static_cast<unsigned char>(*c)));
+  if (name.empty() || name == "auto") {
     if (const Kernels* k = avx512_kernels()) return *k;
     if (const Kernels* k = avx2_kernels()) return *k;
     return kKernels;
   }
-  const std::string name = forced;
   const Kernels* chosen = nullptr;
   if (name == "avx512") {
     chosen = avx512_kernels();
@@ -174,10 +178,10 @@ const Kernels& choose_kernels() {
   } else if (name == "portable") {
     chosen = &kKernels;
   } else {
-    const std::string near = nearest_name(name, {"portable", "avx2", "avx512"});
+    const std::string near = nearest_name(name, {"auto", "portable", "avx2", "avx512"});
     throw std::invalid_argument("COLLECTIVES_SIMD='" + name + "' is no instruction set level; " +
                                 (near.empty() ? "" : "did you mean '" + near + "'? ") +
-                                "known: portable, avx2, avx512");
+                                "known: auto, portable, avx2, avx512");
   }
   if (chosen == nullptr) {
     throw std::runtime_error("COLLECTIVES_SIMD=" + name +

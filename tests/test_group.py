@@ -67,6 +67,27 @@ def test_a_group_keeps_the_order_of_reads_and_writes(calls):
     cc.run_threads(3, body, timeout=20)
 
 
+def test_transfers_are_in_order_with_calls_on_their_arrays():
+    def body(comm):
+        other, big = 1 - comm.rank, 300_000
+        x, y, z, w = np.ones(4), np.zeros(4), np.full(big, 1.0 + comm.rank), np.zeros(big)
+        with comm.group():
+            comm.recv(w, other)
+            comm.send(z, other)
+            comm.all_reduce(w)  # of what is received
+            comm.broadcast(z, 0)  # which sends the old one before
+            comm.all_reduce(x)
+            sent = comm.send(x, other, 1)  # the sum
+            got = comm.recv(y, other, 1)
+            comm.all_reduce(y, "max")
+            late = comm.recv(x, other, 2)
+            comm.send(np.full(4, 7.0), other, 2)
+        assert (w == 3).all() and (z == 1).all() and (y == 2).all() and (x == 7).all()
+        assert got.wait() is y and late.wait() is x and sent.done()
+
+    cc.run_threads(2, body, timeout=20)
+
+
 # Integers of any bits can be reduced by any of these, so that arrays may overlap across dtypes.
 DTYPES = (np.int32, np.uint32, np.int64, np.uint8)
 OPS = ("sum", "max", "min", "bxor")

@@ -256,6 +256,8 @@ class MainTrack:
         """Lets go of what was kept for calls, sends and receives that have ended; of the latter
         a few are asked each time.
         """
+        if self.comm._core.lends:
+            return
         ended = []  # freed without the lock: whatever hears of that may make calls
         with self._held_lock:
             while self._held and self._held[0].done():

@@ -28,7 +28,11 @@ CHOICES = {"all_reduce": "ring", "all_gather": "bruck", "all_to_all": "bruck"}
 
 
 def write(path: Path, gpus: list[str]) -> None:
-    rows = [Measurement(name, collective, 256, 1e-5) for collective, name in CHOICES.items()]
+    rows = [
+        Measurement(name, collective, size, 1e-5)
+        for collective, name in CHOICES.items()
+        for size in (256, 4096)
+    ]
     entry = tables.entry(
         {collective: [Choice(ANY_SIZE, name)] for collective, name in CHOICES.items()},
         model.fit(rows, [0, 0], GPU), rows, date="2026-01-02", version="1", gpus=gpus,
