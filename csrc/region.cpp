@@ -174,12 +174,12 @@ Region::Region(const RegionShape& shape, void* base, int fd, std::uint64_t cooki
   council_ = take(sizeof(CouncilTable));
   seats_ = take(n * sizeof(Seat));
   ranks_ = take(n * sizeof(RankArea));
-  pair_lengths_ = take(n * 2 * 2 * n * sizeof(std::uint64_t));
   stages_ = take(n * shape.stage_depth * shape.stage_slot);
   results_ = take(n * shape.stage_depth * shape.stage_slot);
   fifo_controls_ = take(fifos * sizeof(FifoControl));
   fifo_headers_ = take(fifos * shape.fifo_depth * sizeof(FifoSlotHeader));
   fifo_data_ = take(fifos * shape.fifo_depth * shape.fifo_slot);
+  pair_lengths_ = take(n * 2 * 2 * n * sizeof(std::uint64_t));
   bytes_ = at;
 }
 
