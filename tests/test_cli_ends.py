@@ -17,24 +17,22 @@ from collectives.cli import _progress, explain
 @pytest.mark.parametrize("ranks", ["--ranks", "--threads"])
 def test_ctrl_c_says_one_line(ranks):
     command = ["bench", ranks, "2", "-b", "1K", "-e", "4K", "--seconds", "0.2", "-n", "9999999"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "collectives", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    watchdog = threading.Timer(60, process.kill)
-    watchdog.start()
-    try:
-        assert process.stdout is not None
-        while "algorithm" not in process.stdout.readline():  # the table's head: it measures
-            assert process.poll() is None
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-    finally:
-        watchdog.cancel()
-        process.kill()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "collectives", *command], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    ) as process:  # fmt: skip
+        watchdog = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            while "algorithm" not in process.stdout.readline():  # the table's head: it measures
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        finally:
+            watchdog.cancel()
+            process.kill()
     assert (process.returncode, err) == (130, "python -m collectives bench: interrupted\n")
 
 

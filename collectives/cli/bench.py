@@ -234,7 +234,8 @@ def _run_table(
         progress.clear()
         launched = {"stream": ", launched one by one", "graph": ", in a CUDA graph"}
         how = launched.get(way.mode, "")
-        print(f"#\n# {case.collective}, algorithm {way.algorithm}{how}\n{table.header()}")
+        head = f"#\n# {case.collective}, algorithm {way.algorithm}{how}\n{table.header()}"
+        print(head, flush=True)  # the first row may take long
     for elements in elements_of(case, wanted):
         measured = []
         for in_place in way.places:
