@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -125,6 +125,14 @@ class _Late:
         self.posted = self._post()
 
 
+class _Moving(NamedTuple):
+    """Sends and receives, and their arrays."""
+
+    work: TransferWork | _Late
+    sent: Sequence[View]
+    received: Sequence[View]
+
+
 class _Together:
     """Sends and receives on a GPU that go on together."""
 
@@ -150,6 +158,10 @@ class _Together:
             work.complete(result())
 
 
+def _meet(some: Iterable[View], others: Sequence[View]) -> bool:
+    return any(overlap(v, other) != "none" for v in some for other in others)
+
+
 def _bytes(v: View) -> Any:
     return from_pointer(v.pointer, (v.nbytes,), "uint8", owner=v.owner)
 
@@ -169,9 +181,8 @@ class Group:
         self._read, self._written = _Ranges(), _Ranges()  # by calls on the host so far
         # Packs that may still grow, in the order in which they run.
         self._open: dict[tuple[str, str], _Pack] = {}
-        self._transfers: list[TransferWork | _Late] = []
-        self._moved = _Ranges()  # what transfers read or write
-        self._moving: list[tuple[TransferWork | _Late, Sequence[View]]] = []
+        self._transfers: list[_Moving] = []
+        self._sent, self._received = _Ranges(), _Ranges()
         self._together: _Together | None = None  # sends and receives on a GPU that may still grow
 
     def __enter__(self) -> Group:
@@ -215,20 +226,24 @@ class Group:
         return pack.add(source, target, result)
 
     def _use(self, source: View | None, target: View | None) -> None:
-        """A call on the host reads and writes these: transfers of the same memory end before it."""
-        used = [v for v in (source, target) if v is not None]
-        if any(self._moved.touch(v) for v in used):
+        """A call on the host reads and writes these: receives into the same memory end before it,
+        and sends from what it writes.
+        """
+        read, written = ([v] if v is not None else [] for v in (source, target))
+        if any(self._received.touch(v) for v in (*read, *written)) or any(
+            self._sent.touch(v) for v in written
+        ):
             awaited = [
-                work
-                for work, arrays in self._moving
-                if any(overlap(v, a) != "none" for v in used for a in arrays)
+                moving.work
+                for moving in self._transfers
+                if _meet((*read, *written), moving.received) or _meet(written, moving.sent)
             ]
             self._open.clear()
             self._entries.append(_Call(lambda: self._wait(awaited)))
-        if source is not None:
-            self._read.add(source)
-        if target is not None:
-            self._written.add(target)
+        for v in read:
+            self._read.add(v)
+        for v in written:
+            self._written.add(v)
 
     def add_transfers(
         self, post: Callable[[], TransferWork], sent: Sequence[View], received: Sequence[View]
@@ -239,10 +254,11 @@ class Group:
         after = any(self._written.touch(v) for v in (*sent, *received))
         late = after or any(self._read.touch(v) for v in received)
         work = _Late(post) if late else post()
-        self._transfers.append(work)
-        self._moving.append((work, (*sent, *received)))
-        for v in (*sent, *received):
-            self._moved.add(v)
+        self._transfers.append(_Moving(work, sent, received))
+        for v in sent:
+            self._sent.add(v)
+        for v in received:
+            self._received.add(v)
         if isinstance(work, TransferWork):
             return work
         self._open.clear()
@@ -291,9 +307,10 @@ class Group:
                 self._give_up("a call before it in its group()", failed)
                 raise
         if self._transfers:
-            late = [t for t in self._transfers if isinstance(t, _Late)]
+            works = [moving.work for moving in self._transfers]
+            late = [work for work in works if isinstance(work, _Late)]
             try:
-                self._wait(self._transfers)
+                self._wait(works)
             except BaseException as failed:
                 for transfer in late:
                     transfer.works[0].fail(failed)

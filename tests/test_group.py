@@ -84,6 +84,12 @@ def test_transfers_are_in_order_with_calls_on_their_arrays():
             comm.send(np.full(4, 7.0), other, 2)
         assert (w == 3).all() and (z == 1).all() and (y == 2).all() and (x == 7).all()
         assert got.wait() is y and late.wait() is x and sent.done()
+        # Who only reads what is sent does not wait for it, since the other's receive comes later.
+        with comm.group():
+            comm.send(z, other)
+            comm.all_reduce(z, out=w)
+            comm.recv(w, other)
+        assert (w == z).all()
 
     cc.run_threads(2, body, timeout=20)
 
