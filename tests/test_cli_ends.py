@@ -21,6 +21,8 @@ def test_ctrl_c_says_one_line(ranks):
     with subprocess.Popen(
         [sys.executable, "-m", "collectives", *command], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        # What a shell runs in the background ignores SIGINT, and so does all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         watchdog = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
         watchdog.start()
