@@ -57,6 +57,7 @@ def test_outcomes_of_cases(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def kept(folder: Path, what: str) -> Iterator[subprocess.Popen[str]]:
     """A run of stand-ins in kept ranks, whose temporary files are in `folder`/tmp."""
+    pytest.importorskip("torch")
     pytest.importorskip("expecttest", reason="torch's class for cases needs expecttest")
     (folder / "tmp").mkdir()
     worker = str(HERE / "workers" / "suite_of_kept_stand_ins.py")
