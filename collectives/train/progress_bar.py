@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 from .progress import Bar
@@ -17,9 +17,9 @@ def with_bar(trainer: Trainer, batches: Iterable[Any], total: int | None) -> Ite
 
     total  how many there are; their length, if they have one, where it is None
     """
-    if total is None:
-        with contextlib.suppress(TypeError):
-            total = len(batches)  # type: ignore[arg-type]  # some iterables have a length
+    if total is None and isinstance(batches, Sized):
+        with contextlib.suppress(TypeError):  # a loader of an iterable data set has none to tell
+            total = len(batches)
     bar = Bar(total, trainer.comm.rank)
     try:
         for batch in trainer.join(batches):

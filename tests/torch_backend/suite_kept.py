@@ -84,20 +84,19 @@ def exit_code(do: Callable[..., Any], *arguments: Any, **more: Any) -> int:
 
 
 def _be_as_new(order: Order, state: Any) -> str:
-    """Undoes what a case did; returns why this is not possible, if so."""
-    try:
-        gc.collect()  # what a case holds may be on a GPU, or wait for a thread
-        surround(order.environ, order.folder)
-        state.restore()
-        left = [
-            thread.name
-            for thread in threading.enumerate()
-            if thread is not threading.main_thread()
-            and (not thread.daemon or "_event_listener" in thread.name)
-        ]
-        return f"threads are left: {', '.join(left)}" if left else ""
-    except Exception:  # whatever a case has broken: its outcome stands, and the ranks are replaced
-        return traceback.format_exc()
+    """Undoes what a case did; returns why this is not possible, if so. What this raises ends the
+    rank, and is in the case's log: the outcome stands, and the lane's ranks are replaced.
+    """
+    gc.collect()  # what a case holds may be on a GPU, or wait for a thread
+    surround(order.environ, order.folder)
+    state.restore()
+    left = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and (not thread.daemon or "_event_listener" in thread.name)
+    ]
+    return f"threads are left: {', '.join(left)}" if left else ""
 
 
 def serve(line: Connection, load: Callable[[], Any]) -> None:

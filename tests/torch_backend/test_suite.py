@@ -114,6 +114,7 @@ def test_cases_in_kept_ranks(tmp_path: Path) -> None:
         ("one_dies", "passed"),
         ("one_exits", "passed"),
         ("leaves_a_thread", "passed"),
+        ("breaks_its_rank", "passed"),
         ("is_skipped", "skipped"),
         ("hangs", "failed"),
     ]
@@ -132,6 +133,9 @@ def test_cases_in_kept_ranks(tmp_path: Path) -> None:
     unfit = {one["case"]: one["unfit"] for one in told["found"] if one.get("unfit")}
     assert unfit.pop("test_leaves_a_thread").startswith("rank 0: threads are left: Thread-")
     assert unfit.pop("test_one_dies").startswith("rank 1: has ended")
+    assert unfit.pop("test_breaks_its_rank").startswith("rank 0: has ended")
+    log = (tmp_path / "one-test_breaks_its_rank.log").read_text()
+    assert "AttributeError: 'State' object has no attribute 'restore'" in log
     assert list(unfit) == ["test_one_exits"]
 
     def ranks(case: str) -> list[set[str]]:

@@ -93,6 +93,9 @@ class Cases(common_distributed.MultiProcessTestCase):
         if self.rank == 1:
             sys.exit(3)
 
+    def test_breaks_its_rank(self) -> None:
+        delattr(suite_state.State, "restore")
+
     def test_leaves_a_thread(self) -> None:
         threading.Thread(target=time.sleep, args=(100,)).start()
 
@@ -126,7 +129,8 @@ def main() -> None:
     found: list[Outcome] = []
     cases = {
         "all": ["changes_all", "finds_all_as_new", "fails_after_others", "is_skipped", "fails",
-                "passes", "dies", "one_dies", "one_exits", "leaves_a_thread", "is_skipped",
+                "passes", "dies", "one_dies", "one_exits", "leaves_a_thread", "breaks_its_rank",
+                "is_skipped",
                 "hangs"],
         "turns": ["passes", "passes two", "fails", "fails two", "is_skipped", "is_skipped two"],
         # The fourth runs while the third fails, and what has run the second is idle.
