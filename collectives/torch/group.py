@@ -26,7 +26,7 @@ from .streams import StreamWork
 from .tensors import SUM, Call, Op, Tensor, dense, divide_integers, expect, moved, op_for, reduced
 from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
-from .untraced import untraced
+from .untraced import untraced_methods
 from .work import CompletedWork, Gathered, PendingWork
 
 DONE = CompletedWork([])  # of calls that torch waits for, and that are over when they return
@@ -51,7 +51,7 @@ def _listed(x: Any) -> Any:
     return [x] if isinstance(x, Tensor) else x
 
 
-@untraced
+@untraced_methods
 class CollectivesGroup(Transfers, BaseGroup):
     """A process group on this runtime."""
 

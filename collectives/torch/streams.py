@@ -23,7 +23,7 @@ from .. import _core
 from ..array import Stream
 from ..array.torch_streams import current_stream, with_stream
 from .futures import Future
-from .untraced import untraced
+from .untraced import untraced_methods
 from .work import NO_TIMEOUT, for_future
 
 
@@ -83,7 +83,7 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-@untraced
+@untraced_methods
 class StreamWork(dist.Work):
     """A call that streams order.
 

@@ -6,16 +6,15 @@ in Python as frames of the program, and would trace them; NCCL's and Gloo's are 
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from ..untraced import untraced
 
 _Class = TypeVar("_Class", bound=type)
 
 
-def untraced(cls: _Class) -> _Class:
+def untraced_methods(cls: _Class) -> _Class:
     """A decorator: Dynamo leaves the public methods of a class of this package alone, those of its
     bases here included, under all their names, and what they call.
     """
@@ -24,22 +23,7 @@ def untraced(cls: _Class) -> _Class:
         if base.__module__.startswith(__package__):
             found = {n: m for n, m in vars(base).items() if isinstance(m, FunctionType)}
             methods |= {n: m for n, m in found.items() if not m.__name__.startswith("_")}
-    replaced = {method: _untraced(method) for method in methods.values()}
+    replaced = {method: untraced(method) for method in methods.values()}
     for name, method in methods.items():
         setattr(cls, name, replaced[method])
     return cls
-
-
-def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(method)
-    def call(*arguments: Any, **named: Any) -> Any:
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is None:  # and importing it takes seconds
-            return method(*arguments, **named)
-        if not disabled:
-            disabled.append(dynamo.disable(method))
-        return disabled[0](*arguments, **named)
-
-    return call

@@ -26,6 +26,7 @@ from ..array import namespace, native
 from ..array.dtypes import torch_dtype
 from ..errors import CollectiveError
 from ..torch_gradients import CupyFollows
+from ..untraced import untraced
 from .arrivals import Arrivals
 from .batches import each_array
 from .gathering import KEPT
@@ -35,7 +36,6 @@ from .model import Model, Sink
 from .saved import Saving
 from .sharding import Shard
 from .torch_arrays import tensor_of
-from .untraced import untraced
 
 if TYPE_CHECKING:
     from ..bucket_layout import Bucket
