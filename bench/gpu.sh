@@ -23,6 +23,6 @@ measure all_reduce -b 256 -e 1G -f 4 --mode both --out-of-place
 measure symmetric -b 256 -e 1G -f 4 --symmetric
 measure bfloat16 -b 256 -e 64M -f 16 -d bfloat16 --out-of-place
 measure collectives -b 1K -e 256M -f 16 --collective reduce_scatter,all_gather,broadcast,all_to_all --out-of-place
-measure algorithms -b 256 -e 256M -f 16 --out-of-place -a ring -a double_binary_tree -a halving_doubling -a direct_two_shot
+measure algorithms -b 256 -e 256M -f 4 --out-of-place -a ring -a double_binary_tree -a halving_doubling -a direct_two_shot
 measure blocks -b 64M -e 64M --max-blocks 8 --symmetric --in-place
 rm -f "$results/.log"

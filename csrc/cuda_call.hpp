@@ -69,17 +69,18 @@ struct alignas(32) Arrival {
 };
 
 // What only the rank itself reads and writes, with atomics: so it is always in memory of its GPU.
-struct Progress {
+// All but the poison, which lies in the arena: beside the rest, with which it is read, unless
+// arenas are in memory of the host.
+struct alignas(16) Progress {
   u64 epoch;   // calls that this rank has finished
-  u32 ticket;  // blocks of the running kernel that have finished
   u32 left;    // Leave of this rank: all kernels after it leave at once
+  u32 poison;  // such a word, by a peer that gave up
+  u32 ticket;  // blocks of the running kernel that have been counted
 };
 
 // The head of an arena.
 struct State {
-  Progress progress;  // unused where arenas are in memory of the host
-  u32 poison;         // such a word, by a peer that gave up
-  u32 pad;
+  Progress progress;
   u64 token;             // self-test: what peers must read here
   u64 probe[kMaxRanks];  // self-test: what each peer wrote here
   Arrival arrivals[2][kMaxRanks];

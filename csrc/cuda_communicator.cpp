@@ -211,8 +211,8 @@ void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind, 
 
 void DeviceCommunicator::Impl::poison_rank(int rank, u32 word) {
   if (world.arena[rank] != nullptr)
-    cudaMemcpyAsync(world.arena[rank] + offsetof(State, poison), &word, sizeof word,
-                    cudaMemcpyDefault, stream);
+    cudaMemcpyAsync(world.arena[rank] + offsetof(State, progress) + offsetof(Progress, poison),
+                    &word, sizeof word, cudaMemcpyDefault, stream);
 }
 
 void DeviceCommunicator::Impl::stop(const std::string& reason, ErrorKind kind) {

@@ -79,7 +79,7 @@ __device__ void deliver(const OneShotCall& call, const Shares& shares, u64 at, W
 }
 
 template <class Carrier, class Work, class Shares>
-__global__ void __launch_bounds__(Shares::kMostThreads)
+__global__ void __launch_bounds__(Shares::kMostThreads, 1)
     one_shot_kernel(const __grid_constant__ OneShotCall call) {
   constexpr int kUnits = Carrier::kUnits, kAhead = Shares::kAhead;
   const Shares shares{};
@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(Shares::kMostThreads)
   const Flags flags(call, epoch);
   LookAround slow{call, epoch};
   bool failed = carrier.any(has_left(world, entry));
+  const u32 ticket = count_warps(world);
   while (number - carrier.ahead() < call.parcels && !failed) {
     const bool is_any = number < call.parcels;
     u64 own[kUnits];
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(Shares::kMostThreads)
     number += step;
     if (number < call.parcels) load(0);
   }
-  finish_call(world, epoch);
+  finish_call(world, epoch, ticket);
 }
 
 using Kernel = void (*)(OneShotCall);

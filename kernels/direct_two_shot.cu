@@ -40,15 +40,15 @@ template <class A>
 class TwoShot : public Sharing<A> {
  public:
   using Shared = TwoShotShared;
-  __device__ TwoShot(const TwoShotCall& call, u64 epoch, Shared& shared)
-      : Sharing<A>(call, epoch, shared.crew),
+  __device__ TwoShot(const TwoShotCall& call, Shared& shared)
+      : Sharing<A>(call, shared.crew),
         shared_(shared),
         pushes_(call.gather == Gather::push),
         spreads_(call.spread == Spread::push) {}
 
-  __device__ bool run() {
+  __device__ bool run(u64 epoch) {
     const auto head = [&](int) { return call_.head; };
-    announce_all(head);
+    announce_all(epoch, head);
     if (threadIdx.x == kThreads - 1) prepare(0);
     if (pushes_ && !(push(0) && push(1))) return false;
     // Room for the last message, where it is the only one.

@@ -24,17 +24,17 @@ namespace {
 
 class Exchange : public FifoEnds {
  public:
-  __device__ Exchange(const ExchangeCall& call, u64 epoch, Crew& crew)
-      : FifoEnds(call.world, epoch, crew), call_(call) {}
+  __device__ Exchange(const ExchangeCall& call, Crew& crew)
+      : FifoEnds(call.world, crew), call_(call) {}
 
-  __device__ bool run() {
+  __device__ bool run(u64 epoch) {
     const auto head = [&](const Share* shares, int q) {
       CallHead pair = call_.head;
       pair.count = shares[q].bytes;
       pair.hash ^= static_cast<u32>(shares[q].bytes * 0x9e3779b97f4a7c15ull >> 32);
       return pair;
     };
-    announce_all([&](int q) { return head(call_.send, q); });
+    announce_all(epoch, [&](int q) { return head(call_.send, q); });
     const auto expected = [&](int q) { return head(call_.receive, q); };
     if (call_.alike && !push(0)) return false;
     if (!agree(expected, false) || (!call_.alike && !push(0))) return false;
@@ -100,11 +100,11 @@ class Exchange : public FifoEnds {
 __global__ void __launch_bounds__(kCrewThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeCall call) {
   __shared__ Crew crew;
-  const Entry entry = enter(call.world);
-  Exchange strand(call, entry.epoch, crew);
-  strand.load();
-  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
-  finish_call(call.world, entry.epoch);
+  Exchange strand(call, crew);
+  const Entry entry = enter_together(call.world, [&] { strand.load(); });
+  const u32 ticket = count_block(call.world);
+  if (!has_left(call.world, entry) && strand.run(entry.epoch)) strand.keep();
+  finish_call(call.world, entry.epoch, ticket);
 }
 
 }  // namespace

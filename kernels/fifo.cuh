@@ -27,7 +27,6 @@ namespace collectives::device {
 
 inline constexpr int kCrewThreads = kThreads + 64;
 enum class Role { worker, waiter, teller };
-enum Barrier { kReady = 1, kDone, kWorkers };
 
 // Messages of all calls before this one, to and from each peer; and the meeting, from 0, up to
 // which the waiter, who may be one ahead, has not given up. In shared memory.
@@ -40,7 +39,7 @@ struct Crew {
 // teller tells it.
 class FifoEnds {
  public:
-  // The next __syncthreads() ends it.
+  // While the block enters.
   __device__ void load() {
     if (role_ == Role::waiter) crew_.failed_at = ~0u;
     if (!tells()) return;
@@ -56,9 +55,8 @@ class FifoEnds {
   }
 
  protected:
-  __device__ FifoEnds(const DeviceWorld& world, u64 epoch, Crew& crew)
+  __device__ FifoEnds(const DeviceWorld& world, Crew& crew)
       : world_(world),
-        epoch_(epoch),
         crew_(crew),
         block_(static_cast<int>(blockIdx.x)),
         role_(threadIdx.x < kThreads        ? Role::worker
@@ -79,9 +77,10 @@ class FifoEnds {
     return slot_of(world_, world_.rank, q, block_, crew_.received[q] + number);
   }
 
-  // The waiter tells its peers that this rank is in the call, before anything else.
+  // The call begins: the waiter tells its peers that this rank is in it, before anything else.
   template <class Told>
-  __device__ void announce_all(Told told) const {
+  __device__ void announce_all(u64 epoch, Told told) {
+    epoch_ = epoch;
     if (role_ == Role::waiter && for_peer_ && !upper_ && block_ == 0)
       announce(world_, told(peer_), epoch_, peer_);
   }
@@ -123,7 +122,7 @@ class FifoEnds {
   }
 
   const DeviceWorld& world_;
-  u64 epoch_;
+  u64 epoch_ = 0;
   Crew& crew_;
   int block_;
   Role role_;

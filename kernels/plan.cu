@@ -107,11 +107,10 @@ struct Shared {
 
 class Strand {
  public:
-  __device__ Strand(const PlanCall& call, u64 epoch, Shared& shared)
+  __device__ Strand(const PlanCall& call, Shared& shared)
       : call_(call),
         world_(call.world),
         shared_(shared),
-        epoch_(epoch),
         strand_(blockIdx.x),
         channel_(blockIdx.x % max(1, call.channels)),
         lane_(blockIdx.x / max(1, call.channels)),
@@ -119,7 +118,7 @@ class Strand {
         steps_(call.steps + call.channel[channel_].first_step),
         pieces_(call.pieces + call.channel[channel_].first_piece) {}
 
-  // Brings what the strand works by near, while the ranks agree. The next __syncthreads() ends it.
+  // Brings what the strand works by near, while the block enters.
   __device__ void load() {
     const int q = threadIdx.x;
     if (q < world_.nranks) {
@@ -139,7 +138,8 @@ class Strand {
     pieces_ = reinterpret_cast<const Piece*>(shared_.pieces);
   }
 
-  __device__ void run() {
+  __device__ void run(u64 epoch) {
+    epoch_ = epoch;
     const int q = threadIdx.x;
     const int steps = call_.channel[channel_].steps;
     bool whole = true;
@@ -286,7 +286,7 @@ class Strand {
   const PlanCall& call_;
   const DeviceWorld& world_;
   Shared& shared_;
-  u64 epoch_;
+  u64 epoch_ = 0;
   int strand_, channel_, lane_;
   ReduceJob reduce_;
   const Step* steps_;    // of the channel
@@ -294,13 +294,15 @@ class Strand {
   u32 turn_ = 0;
 };
 
-__global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant__ PlanCall call) {
+__global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant__ PlanCall call) {
   __shared__ Shared shared;
-  const Entry entry = enter(call.world);
-  Strand strand(call, entry.epoch, shared);
-  if (call.channels > 0) strand.load();
-  if (agree(call.world, call.head, entry) && call.channels > 0) strand.run();
-  finish_call(call.world, entry.epoch);
+  Strand strand(call, shared);
+  const Entry entry = enter_together(call.world, [&] {
+    if (call.channels > 0) strand.load();
+  });
+  const u32 ticket = count_block(call.world);
+  if (agree(call.world, call.head, entry) && call.channels > 0) strand.run(entry.epoch);
+  finish_call(call.world, entry.epoch, ticket);
 }
 
 // Each block combines a piece of what a rank has: see csrc/cuda_straight.cpp. It is here because
@@ -308,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 2) plan_kernel(const __grid_constant
 constexpr u64 kCombinedByBlock = 64 << 10;
 constexpr u64 kMostCombiningBlocks = 128;
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineCall call) {
   __shared__ Job job;
   if (threadIdx.x == 0) {

@@ -30,8 +30,8 @@ template <class A>
 class Rooted : public Sharing<A> {
  public:
   using Shared = RootedShared;
-  __device__ Rooted(const TwoShotCall& call, u64 epoch, RootedShared& shared)
-      : Sharing<A>(call, epoch, shared.crew),
+  __device__ Rooted(const TwoShotCall& call, RootedShared& shared)
+      : Sharing<A>(call, shared.crew),
         shared_(shared),
         reduces_(call.gather != Gather::none),
         at_root_(call.world.rank == call.root),
@@ -39,9 +39,9 @@ class Rooted : public Sharing<A> {
         hands_on_(owns(call.world.rank)),
         collects_(call.world.nranks > 2 && reduces_ == at_root_) {}
 
-  __device__ bool run() {
+  __device__ bool run(u64 epoch) {
     const auto head = [&](int) { return call_.head; };
-    announce_all(head);
+    announce_all(epoch, head);
     if (threadIdx.x == kThreads - 1) prepare(0);
     if (!(push(0) && push(1) && agree(head, false))) return false;
     for (u32 c = 0; c < call_.chunks; ++c) {

@@ -14,8 +14,8 @@ namespace collectives::device {
 template <class A>
 class Sharing : public FifoEnds {
  protected:
-  __device__ Sharing(const TwoShotCall& call, u64 epoch, Crew& crew)
-      : FifoEnds(call.world, epoch, crew), call_(call) {
+  __device__ Sharing(const TwoShotCall& call, Crew& crew)
+      : FifoEnds(call.world, crew), call_(call) {
     if constexpr (__is_same(A, void))
       if (call.gather != Gather::none) reduce_ = reduce_job_of(call.arithmetic.reducer);
   }
@@ -61,11 +61,11 @@ template <class Strand>
 __global__ void __launch_bounds__(kCrewThreads, 1)
     share_kernel(const __grid_constant__ TwoShotCall call) {
   __shared__ typename Strand::Shared shared;
-  const Entry entry = enter(call.world);
-  Strand strand(call, entry.epoch, shared);
-  strand.load();
-  if (__syncthreads_or(has_left(call.world, entry)) == 0 && strand.run()) strand.keep();
-  finish_call(call.world, entry.epoch);
+  Strand strand(call, shared);
+  const Entry entry = enter_together(call.world, [&] { strand.load(); });
+  const u32 ticket = count_block(call.world);
+  if (!has_left(call.world, entry) && strand.run(entry.epoch)) strand.keep();
+  finish_call(call.world, entry.epoch, ticket);
 }
 
 using ShareKernel = void (*)(TwoShotCall);

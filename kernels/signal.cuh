@@ -25,6 +25,9 @@ namespace collectives::device {
 __device__ inline State& state_of(const DeviceWorld& w, int rank) {
   return *reinterpret_cast<State*>(w.arena[rank]);
 }
+__device__ inline u32& poison_of(const DeviceWorld& w, int rank) {
+  return state_of(w, rank).progress.poison;
+}
 // In the arena of `owner`: its ends of the FIFOs between it and `peer`.
 __device__ inline FifoControl& fifo_of(const DeviceWorld& w, int owner, int peer, int strand) {
   return reinterpret_cast<FifoControl*>(w.arena[owner] +
@@ -88,21 +91,36 @@ __device__ inline void give_up(const DeviceWorld& w, Leave why, const Waiting& w
   const u32 word = static_cast<u32>(why) << kWhyShift | static_cast<u32>(about + 1) << kAboutShift |
                    static_cast<u32>(w.rank + 1);
   for (int q = 0; q < w.nranks; ++q)
-    if (q != w.rank) store_release(&state_of(w, q).poison, word);
+    if (q != w.rank) store_release(&poison_of(w, q), word);
 }
 
 // What every block reads first: the number of this call, and whether this rank or a peer gave up
-// in an earlier one. The last block of a call advances the epoch only after all have read it.
+// in an earlier one.
 struct Entry {
   u64 epoch;
   u32 left, poison;
 };
+// Each thread for itself, where a meeting (0.2 µs) would take longer: so it is one load.
 __device__ inline Entry enter(const DeviceWorld& w) {
-  Entry entry;  // three loads in flight at once: each alone takes 0.7 µs
-  entry.epoch = load_relaxed(&w.progress->epoch);
-  entry.left = load_relaxed(&w.progress->left);
-  entry.poison = load_relaxed(&state_of(w, w.rank).poison);
-  entry.epoch += 1;
+  static_assert(offsetof(Progress, left) == 8 && offsetof(Progress, poison) == 12);
+  const Two progress = load_two(&w.progress->epoch);
+  Entry entry{progress.first + 1, u32(progress.second), u32(progress.second >> 32)};
+  if (w.progress != &state_of(w, w.rank).progress)
+    entry.poison = load_relaxed(&poison_of(w, w.rank));
+  return entry;
+}
+// All threads of a block, who meet. One of them reads, for all: the loads of many blocks queue up.
+// (All threads of 128 blocks: for 2 µs.) What `meanwhile()` brings into shared memory is there
+// afterwards.
+template <class Meanwhile>
+__device__ inline Entry enter_together(const DeviceWorld& w, Meanwhile meanwhile) {
+  __shared__ Entry entry;
+  const bool reads = threadIdx.x == 0;
+  Entry read = {};  // on its way, as is what `meanwhile` loads: each alone takes 0.7 µs
+  if (reads) read = enter(w);
+  meanwhile();
+  if (reads) entry = read;
+  __syncthreads();
   return entry;
 }
 // True if there is nothing to be done any more; the host is told why.
@@ -120,10 +138,9 @@ inline constexpr u64 kAskHostAfterNs = 1'000'000;
 
 // The slow look around of a wait; true if it must end.
 __device__ inline bool must_leave(const DeviceWorld& w, const Waiting& what, u64 since, u64 seen) {
-  const State& own = state_of(w, w.rank);
   const u64 waited = clock_ns() - since;
   if (load_relaxed(&w.progress->left) != 0) return true;
-  if (const u32 poison = load_relaxed(&own.poison)) {
+  if (const u32 poison = load_relaxed(&poison_of(w, w.rank))) {
     Waiting from = what;
     from.peer = teller_in(poison);
     from.about = about_in(poison);
@@ -180,6 +197,9 @@ __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Rea
 
 // ---- entering and leaving a call ----------------------------------------------------------------
 
+// Named barriers, beside that of __syncthreads().
+enum Barrier { kEntered = 1, kReady, kDone, kWorkers };
+
 __device__ inline u64 arrival_word(u64 epoch, u32 hash) { return (epoch << 32) | hash; }
 
 // Tells `peer` that this rank is in call `epoch`. Relaxed, since no data come with it: a release
@@ -231,20 +251,39 @@ __device__ inline bool agree(const DeviceWorld& world, const CallHead& head, con
   return __syncthreads_or(failed) == 0;
 }
 
-// All threads of all blocks call this last. The last block advances the epoch: calls of one rank
-// follow each other on a stream, so the next kernel sees it. (No fence: all blocks have used the
-// epoch that they read before they come here, and nobody else reads what is written.) A kernel that
-// is launched early may take its places from here on: nothing waits any more.
-__device__ inline void finish_call(const DeviceWorld& w, u64 epoch) {
+// Blocks are counted when they have read the epoch; whoever is counted last advances it when it
+// ends. That all have read it is enough, since calls of one rank follow each other on a stream. So
+// the count, which takes 0.5 µs, is on its way while there is something else to do. (No fence:
+// nobody else reads what is written.)
+
+// The thread of a block that counts it: of a crew, one that has nothing else to do at first.
+__device__ inline bool counts() { return threadIdx.x == blockDim.x - 1; }
+
+// After enter_together(). What it returns is for finish_call().
+__device__ inline u32 count_block(const DeviceWorld& w) {
+  return counts() && gridDim.x > 1 ? atomicAdd(&w.progress->ticket, 1u) : 0;
+}
+// The same after enter(): the last warp waits until all have read, and the others go on.
+__device__ inline u32 count_warps(const DeviceWorld& w) {
+  if (gridDim.x == 1) return 0;
+  const int threads = static_cast<int>(blockDim.x);
+  __syncwarp();
+  if (threadIdx.x / 32 != (blockDim.x - 1) / 32) {
+    named_arrival(kEntered, threads);
+  } else {
+    named_barrier(kEntered, threads);
+  }
+  return count_block(w);
+}
+
+// All threads of all blocks call this last. A kernel that is launched early may take its places
+// from here on: nothing waits any more.
+__device__ inline void finish_call(const DeviceWorld& w, u64 epoch, u32 ticket) {
   __syncthreads();
   let_next_start();
-  if (threadIdx.x != 0) return;
-  Progress& own = *w.progress;
-  if (gridDim.x > 1) {
-    if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
-    store_relaxed(&own.ticket, 0u);
-  }
-  store_relaxed(&own.epoch, epoch);
+  if (!counts() || ticket != gridDim.x - 1) return;
+  store_relaxed(&w.progress->ticket, 0u);
+  store_relaxed(&w.progress->epoch, epoch);
 }
 
 }  // namespace collectives::device

@@ -234,9 +234,9 @@ __device__ void finish(const TransferCall& call) {
 __global__ void __launch_bounds__(kThreads, 1)
     transfer_kernel(const __grid_constant__ TransferCall call) {
   __shared__ Shared shared;
-  Entry entry = enter(call.world);
+  Entry entry = enter_together(call.world, [] {});
   entry.epoch = kOfTransfers | call.number;
-  if (__syncthreads_or(has_left(call.world, entry)) == 0) Mover(call, entry.epoch, shared).run();
+  if (!has_left(call.world, entry)) Mover(call, entry.epoch, shared).run();
   finish(call);
 }
 

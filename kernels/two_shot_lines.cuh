@@ -144,15 +144,17 @@ class TwoSteps {
 };
 
 template <class A>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     two_shot_lines_kernel(const __grid_constant__ OneShotCall call) {
   TwoSteps<A> steps(call);
   wait_for_previous();
   if (call.early) let_next_start();
   steps.load_first();
   const Entry entry = enter(call.world);
-  if (!__any_sync(Lines::kTogether, has_left(call.world, entry))) steps.run(entry.epoch);
-  finish_call(call.world, entry.epoch);
+  const bool left = __any_sync(Lines::kTogether, has_left(call.world, entry)) != 0;
+  const u32 ticket = count_warps(call.world);
+  if (!left) steps.run(entry.epoch);
+  finish_call(call.world, entry.epoch, ticket);
 }
 
 }  // namespace collectives::device

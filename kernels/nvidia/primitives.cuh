@@ -35,6 +35,18 @@ __device__ inline u64 load_relaxed(const u64* p) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+// Both relaxed, in one access.
+struct Two {
+  u64 first, second;
+};
+__device__ inline Two load_two(const u64* p) {
+  Two v;
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(v.first), "=l"(v.second)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 __device__ inline void store_relaxed(u32* p, u32 v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -200,6 +212,11 @@ __device__ inline void bulk_after_shared() {}
 // `threads` of a block, whole warps, meet at barrier `id`, 1 to 15.
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same, but the caller goes on.
+__device__ inline void named_arrival(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- time ---------------------------------------------------------------------------------------

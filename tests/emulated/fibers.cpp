@@ -107,10 +107,13 @@ class Runner {
     return m.result;
   }
 
-  void meet_at(int id, unsigned fibers) {
+  void meet_at(int id, unsigned fibers, bool stays) {
     Meeting& m = named_[static_cast<std::size_t>(id)];
     const unsigned generation = m.generation;
-    if (++m.arrived < fibers) return wait(&m.generation, generation);
+    if (++m.arrived < fibers) {
+      if (stays) wait(&m.generation, generation);
+      return;
+    }
     m.arrived = 0;
     ++m.generation;
   }
@@ -199,7 +202,9 @@ Runner& runner() {
 const Here& here() { return runner().here(); }
 void poll() { runner().poll(); }
 bool sync_block(bool own) { return runner().sync(own); }
-void meet_at(int id, int fibers) { runner().meet_at(id, static_cast<unsigned>(fibers)); }
+void meet_at(int id, int fibers, bool stays) {
+  runner().meet_at(id, static_cast<unsigned>(fibers), stays);
+}
 unsigned long long warp_exchange(unsigned mask, unsigned long long own, int lane) {
   unsigned parity = 0;
   const WarpMeeting& m = runner().meet(mask, own, &parity);

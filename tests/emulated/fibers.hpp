@@ -34,7 +34,8 @@ void poll();
 // All fibers of the block meet; true if any brought true.
 bool sync_block(bool own);
 // So many fibers of the block meet at a barrier of their own, 1 to 15.
-void meet_at(int id, int fibers);
+// `stays`: until all have come; else the caller goes on, and only counts.
+void meet_at(int id, int fibers, bool stays);
 // The fibers of a warp in `mask` meet. Each gets what `lane` brought.
 unsigned long long warp_exchange(unsigned mask, unsigned long long own, int lane);
 unsigned warp_ballot(unsigned mask, bool own);

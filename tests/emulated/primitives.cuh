@@ -21,6 +21,10 @@ inline u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUI
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+struct Two {
+  u64 first, second;
+};
+inline Two load_two(const u64* p) { return {load_relaxed(p), load_relaxed(p + 1)}; }
 inline void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 
@@ -139,7 +143,8 @@ inline void wait_bulk_written() {
 inline void bulk_after_all() {}
 inline void bulk_after_shared() {}
 
-inline void named_barrier(int id, int threads) { emulated::meet_at(id, threads); }
+inline void named_barrier(int id, int threads) { emulated::meet_at(id, threads, true); }
+inline void named_arrival(int id, int threads) { emulated::meet_at(id, threads, false); }
 
 inline u64 clock_ns() {
   return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
