@@ -181,12 +181,12 @@ def main() -> None:
     options = parser.parse_args()
     until = None if options.seconds is None else time.monotonic() + options.seconds
     on_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    elif not options.small:
+    if not (on_gpus or options.small):
         parser.error("no GPU here; --small tries the script without")
     dist.init_process_group("collectives")
+    device = torch.device("cuda", dist.get_rank()) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
     peer = "nccl" if on_gpus else "gloo"
     steps = variants(options, device, peer)
 

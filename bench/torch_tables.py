@@ -150,7 +150,8 @@ def suite(folder: Path) -> list[str]:
                 reason = f"excepted: {why}" if why else f"{_NAMES[peer]}: {theirs}"
                 notes.append(f"- `{case}` ({where}) fails here; {reason}")
         if both:
-            notes.append(f"- {where}: {both} cases fail on this backend and on {_NAMES[peer]}")
+            cases = "1 case fails" if both == 1 else f"{both} cases fail"
+            notes.append(f"- {where}: {cases} on this backend and on {_NAMES[peer]}")
     if not body:
         return [NO_SUITE]
     return [*_rows(["", "", "passed", "failed", "skipped", "not run"], body), "", *notes]

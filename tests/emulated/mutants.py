@@ -91,6 +91,11 @@ MUTANTS = (
         "test_hurried and symmetric",
     ),
     Mutant(
+        "an epoch that is advanced before all blocks have read it", "signal.cuh",
+        "if (!counts() || ticket != gridDim.x - 1) return;", "if (!counts() || ticket != 0) return;",
+        "test_hurried and one_shot",
+    ),
+    Mutant(
         "calls that do not look at each other's signature", "signal.cuh",
         "if (u32(word >> 32) != u32(epoch) || u32(word) == head.hash) return false;",
         "return false;", "test_symmetric_buffers or test_pairs",
