@@ -92,7 +92,8 @@ MUTANTS = (
     ),
     Mutant(
         "an epoch that is advanced before all blocks have read it", "signal.cuh",
-        "if (!counts() || ticket != gridDim.x - 1) return;", "if (!counts() || ticket != 0) return;",
+        "if (!counts() || ticket != gridDim.x - 1) return;",
+        "if (!counts() || ticket != 0) return;",
         "test_hurried and one_shot",
     ),
     Mutant(

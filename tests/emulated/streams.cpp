@@ -300,6 +300,10 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (stream_of(stream)->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
   return stream_of(stream)->idle() ? cudaSuccess : fail(cudaErrorNotReady);
 }
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  *device = stream_of(stream)->device;
+  return cudaSuccess;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new EmulatedEvent{current_device, nullptr, nullptr};
   return cudaSuccess;

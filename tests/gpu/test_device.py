@@ -19,7 +19,7 @@ import pytest
 import reference
 from cases import Case, any_bytes, check, difference, random_values, registry, sweep
 from gpus import GPUS, MARK, cupy, free_memory
-from on_device import OnDevice, run_on, some
+from on_device import OnDevice, back, filled, run_on, some
 
 import collectives as cc
 
@@ -263,6 +263,26 @@ def test_errors_in_words() -> None:
         return 1
 
     assert run_on(2, [0], body, timeout=20) == [1, 1]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_stream_of_another_gpu() -> None:
+    """It is refused in words, the others hear of it, and nothing is written."""
+
+    def body(comm: OnDevice) -> int:
+        x = filled(comm, 8, 7)
+        comm.comm.barrier()
+        with cupy.cuda.Device(0):
+            stream = cupy.cuda.Stream(non_blocking=True)
+        words = "its stream is one of GPU 0" if comm.rank == 1 else "rank 1"
+        with pytest.raises(cc.CollectiveError, match=words):
+            comm.comm.all_reduce(x, stream=stream)
+            comm.comm.synchronize()
+        stream.synchronize()
+        assert (back(comm, x) == 7).all()
+        return 1
+
+    assert run_on(2, [0, 1], body, timeout=20) == [1, 1]
 
 
 @pytest.mark.parametrize("gpus", range(1, min(GPUS, 2) + 1))
