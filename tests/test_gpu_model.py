@@ -196,7 +196,7 @@ def test_the_kept_times_of_two_gpus_are_predicted() -> None:
     assert {(t.ranks, t.links) for t in times} == {(2, GPU), (2, GPU_SYMMETRIC)}
     figures = predict_gpu.fit(times)
     off = predict_gpu.errors(times, figures)
-    assert sum(map(len, off.values())) == 80
+    assert sum(map(len, off.values())) == 100
     for kind, values in off.items():
         assert np.median(values) <= 0.25, kind
     assert np.median([v for values in off.values() for v in values]) <= 0.1
