@@ -360,7 +360,7 @@ def test_table_of_torchs_suite(tmp_path):
     assert f"| {where} | Gloo | 3 | 1 | 1 | 1 |" in text
     assert "- `b` (CPU tensors) fails here; excepted: a reason" in text
     assert "- `c` (CPU tensors) fails here; Gloo: passed" in text
-    assert "- CPU tensors: 1 cases fail on this backend and on Gloo" in text and "`f`" not in text
+    assert "- CPU tensors: 1 case fails on this backend and on Gloo" in text and "`f`" not in text
 
 
 def test_table_of_training(tmp_path):
