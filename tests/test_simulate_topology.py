@@ -333,6 +333,22 @@ def test_bandwidths(text, value):
     assert quantities.bandwidth(text) == pytest.approx(value)
 
 
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (quantities.duration, "-1 us", "is negative"),
+        (quantities.duration, "1e12 s", "is longer than any call takes"),
+        (quantities.amount, "0.1 B", "is less than a byte"),
+        (quantities.amount, "1e30 B", "is more than can be"),
+        (quantities.flops, "0 FLOP/s", "computes nothing"),
+        (quantities.flops, "1e13 TFLOP/s", "is more than any GPU computes"),
+    ],
+)
+def test_what_is_too_little_or_too_much_is_told_apart(parse, text, words):
+    with pytest.raises(ValueError, match=words):
+        parse(text)
+
+
 def test_times_and_sizes():
     assert quantities.duration("300 ns") == pytest.approx(3e-7)
     assert quantities.duration("1 µs") == pytest.approx(1e-6)
@@ -341,3 +357,8 @@ def test_times_and_sizes():
     assert [quantities.seconds_text(s) for s in (2.5, 3.2e-3, 4e-6, 5e-8, 0.0099996)] == [
         "2.5 s", "3.2 ms", "4 us", "50 ns", "10 ms",
     ]  # fmt: skip
+    near = (0.9996, 0.9996e-3, 0.9995e-3, 0.9996e-6, 999.6)
+    assert [quantities.seconds_text(s) for s in near[:2]] == ["1 s", "1 ms"]
+    assert [float(quantities.seconds_text(s).split()[0]) for s in near] == pytest.approx(
+        [1, 1, 1, 1, 1000], rel=2e-3
+    )

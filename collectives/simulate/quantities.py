@@ -68,7 +68,11 @@ def duration(text: object) -> float:
     """Seconds, at least 0, from "1.5 us". Raises ValueError."""
     value = _parse(text, TIMES, "a time", '"1.5 us" or "300 ns"')
     if not 0 <= value < 1e9:
-        raise ValueError(f"{text!r} is negative; a time is at least 0 s")
+        raise ValueError(
+            f"{text!r} is negative; a time is at least 0 s"
+            if value < 0
+            else f"{text!r} is longer than any call takes"
+        )
     return value
 
 
@@ -76,7 +80,7 @@ def amount(text: object) -> float:
     """Bytes, more than 0, from "512 KiB" or "64 KB" (1000). Raises ValueError."""
     value = _parse(text, SIZES, "a size", '"512 KiB" or "1 MB"')
     if not 1 <= value < 1e18:
-        raise ValueError(f"{text!r} is less than a byte")
+        raise ValueError(f"{text!r} is {'less than a byte' if value < 1 else 'more than can be'}")
     return value
 
 
@@ -84,13 +88,17 @@ def flops(text: object) -> float:
     """Operations a second, more than 0, from "989 TFLOP/s". Raises ValueError."""
     value = _parse(text, RATES, "a rate", '"989 TFLOP/s"')
     if not 0 < value < 1e24:
-        raise ValueError(f"{text!r} computes nothing: a rate is more than 0")
+        raise ValueError(
+            f"{text!r} computes nothing: a rate is more than 0"
+            if value <= 0
+            else f"{text!r} is more than any GPU computes"
+        )
     return value
 
 
 def seconds_text(value: float) -> str:
     """Three digits with a unit: "12.3 us"."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= factor:
+        if value >= 0.99949 * factor:  # what three digits round to 1000 has the larger unit
             return f"{value / factor:.3g} {unit}" if value < 999.5 * factor else f"{value:.0f} s"
     return f"{value * 1e9:.3g} ns"
