@@ -9,7 +9,7 @@ import pytest
 from commands import run
 
 from collectives import simulate
-from collectives.errors import ConfigError
+from collectives.errors import ConfigError, UnsupportedError
 from collectives.simulate import traffic, training
 from collectives.simulate.topology import Device, Engine, Fault, Link, Topology
 
@@ -270,6 +270,42 @@ def test_hybrid_goes_by_the_slowest_node():
     )
     assert second.communication_s == pytest.approx(first.communication_s)
     assert second.communication_s == pytest.approx(good.communication_s + 3 * 12 * 0.0025)
+
+
+def railed(*faults):
+    """Two GPUs a node, joined by 100 GB/s, each with a NIC of 10 GB/s."""
+    devices = (Device("gpu"), Device("switch", "node"), Device("nic"), Device("fabric", "all"))
+    return replace(shared_nic(faults), devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("faults", "slower"),
+    [
+        ([Fault("cable", 1, 1, slower=4)], 4),
+        ([Fault("cable", 0, 0, broken=True)], 2),  # both GPUs' halves go over the other NIC
+        ([Fault("inside", 0, 0, slower=4)], 1),
+    ],
+)
+def test_hybrid_goes_by_the_slowest_rail(faults, slower):
+    """One layer of 2 GB: each rail reduces its half over NICs of 10 GB/s."""
+    job = training.Job(1e9, 1e6, layers=1, algorithm="ring")
+    step = training.step(job, railed(*faults), 4, "hybrid")
+    moved = 1e9 / (100 * GB) * (4 if faults[0].link == "inside" else 1)
+    assert step.communication_s == pytest.approx(3 * moved + slower * 1e9 / (10 * GB))
+
+
+def test_the_only_nic_of_a_node_cannot_be_gone_round():
+    broken = shared_nic([Fault("cable", 1, 0, broken=True)])
+    with pytest.raises(UnsupportedError, match="no way is left"):
+        training.step(training.Job(1e9, layers=1), broken, 4, "hybrid")
+
+
+def test_nodes_may_be_listed():
+    """As many GPUs on each: the same as one number."""
+    job = training.Job(1e9, layers=4)
+    one, listed = replace(shared_nic(), nodes=2), replace(shared_nic(), gpus=(2, 2))
+    steps = [training.step(job, topology, 4, "hybrid") for topology in (one, listed)]
+    assert steps[0] == steps[1]
 
 
 UNEVEN = """\

@@ -38,7 +38,7 @@ from ..bench.report import Column, Table, number
 from ..errors import ConfigError, UnsupportedError, did_you_mean
 from .quantities import seconds_text
 from .simulator import Simulator, candidates
-from .topology import Fault, Topology, with_ranks
+from .topology import Fault, Link, Topology, with_ranks
 
 _LARGE = 128
 # What takes as few steps as halving_doubling, where that is too large to be followed.
@@ -200,16 +200,14 @@ def _groups(topology: Topology, group: str) -> list[Topology]:
     """The groups of ranks that call a collective, of those that are alike only one."""
     if group == "node":
         faulty = sorted({f.node for f in topology.faults})
-        alone = replace(topology, nodes=1)
+        alone = replace(topology, nodes=1, gpus=topology.gpus[:1])
         found = [
             replace(alone, faults=tuple(replace(f, node=0) for f in topology.faults if f.node == n))
             for n in faulty
         ]
         return found + [replace(alone, faults=())] * (len(faulty) < topology.nodes)
     if group == "rail":
-        # The ranks in one place of each node have NICs of their own, or share one: then each has
-        # its part of it.
-        return [replace(_one_gpu_a_node(topology), faults=())]
+        return _rails(topology)
     return [topology]
 
 
@@ -240,17 +238,34 @@ def _network(topology: Topology, algorithm: str) -> _Network:
     return _Network(topology, algorithm)
 
 
-def _one_gpu_a_node(topology: Topology) -> Topology:
-    """One GPU of each node, whose share of what they have in common it has."""
+def _rails(topology: Topology) -> list[Topology]:
+    """The ranks in one place of each node, with the faults on their ways. They have NICs of their
+    own, or share one: then each has its part of it. What a broken link carried is on another one of
+    the node, if there is one, beside that one's own.
+    """
+    sharing = {link.name: _sharing(topology, link) for link in topology.links} | {"": 1}
+    links = tuple(replace(k, bandwidth=k.bandwidth / sharing[k.name]) for k in topology.links)
+    found: dict[tuple[Fault, ...], None] = {}
+    for place in range(topology.gpus[0]):
+        here: dict[Fault, None] = {}
+        for f in topology.faults:
+            each = sharing[f.link]
+            if f.gpu // each == place // each:
+                alike = [o for o in topology.faults if (o.link, o.node) == (f.link, f.node)]
+                broken = len({o.gpu // each for o in alike if o.broken})
+                around = f.broken and broken * each < topology.gpus[0]
+                here[Fault(f.link, f.node, 0, 1.0 + broken) if around else replace(f, gpu=0)] = None
+        found[tuple(here)] = None
+    return [replace(topology, gpus=(1,), links=links, faults=faults) for faults in found]
+
+
+def _sharing(topology: Topology, link: Link) -> int:
+    """GPUs of a node that share one such link."""
     each = topology.gpus[0]
-    links = []
-    for link in topology.links:
-        device = next(d for d in topology.devices if d.name == link.source)
-        if device.rails:
-            device = next(d for d in topology.devices if d.name == device.rails)
-        sharing = min(each, device.count) if device.unit == "gpu" else each
-        links.append(replace(link, bandwidth=link.bandwidth / sharing))
-    return replace(topology, gpus=(1,), links=tuple(links))
+    device = next(d for d in topology.devices if d.name == link.source)
+    if device.rails:
+        device = next(d for d in topology.devices if d.name == device.rails)
+    return min(each, device.count) if device.unit == "gpu" else each
 
 
 def step(job: Job, topology: Topology, ranks: int, sharding: str) -> Step:
