@@ -71,6 +71,10 @@ def test_time_and_efficiency():
     assert hidden.seconds == pytest.approx(compute)
     assert first.seconds == pytest.approx(compute + 1e9 / 1e11)  # the gather after the step
     assert third.seconds == pytest.approx(compute)
+    job["latency"] = 1e-3
+    _, first, _, third = plan(Job(ranks=5, bandwidth=1e15, **job))
+    assert first.exposed == pytest.approx(4e-3, rel=1e-2)  # messages of the gather, not hidden
+    assert third.exposed == 0
     again, *_ = plan(Job(ranks=1, checkpoint=True, **job))
     assert again.seconds == pytest.approx(compute * 4 / 3)
 

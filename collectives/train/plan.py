@@ -155,7 +155,7 @@ def _stage(job: Job, stage: int) -> Stage:
     if held:
         memory += f", {held} P of it whole gradients while micro-batches are added up"
 
-    reduced, gathered, wire_words, messages = _wire(job, stage)
+    reduced, gathered, wire_words, steps = _wire(job, stage)
     exposed = seconds = efficiency = None
     time_words = "no prediction without --flops"
     if job.flops is not None:
@@ -164,9 +164,8 @@ def _stage(job: Job, stage: int) -> Stage:
         compute = 2 * passes * p * tokens / job.flops
         # Gradients are reduced in the last micro-batch, beside backward.
         backward = compute * (passes - 1) / passes / job.accumulate
-        waits = messages * job.latency
-        reduce = reduced / job.bandwidth + waits
-        gather = gathered / job.bandwidth
+        reduce = reduced / job.bandwidth + steps[0] * job.latency
+        gather = gathered / job.bandwidth + steps[1] * job.latency
         if stage < 3:
             exposed = max(reduce - job.overlap * backward, 0.0) + gather
             words = "max(0, reduction - overlap x backward) + gather"
@@ -193,9 +192,9 @@ def _stage(job: Job, stage: int) -> Stage:
     )
 
 
-def _wire(job: Job, stage: int) -> tuple[float, float, str, int]:
-    """Bytes that a rank sends in a step for gradients and for parameters, the formula, and how many
-    messages follow each other.
+def _wire(job: Job, stage: int) -> tuple[float, float, str, tuple[int, int]]:
+    """Bytes that a rank sends in a step for gradients and for parameters, the formula, and for each
+    how many messages follow each other.
     """
     n, share = job.ranks, job.sharing
     gradient = job.params * BYTES[job.reduced or job.precision]
@@ -203,7 +202,7 @@ def _wire(job: Job, stage: int) -> tuple[float, float, str, int]:
     whole = stage == 0 or job.hybrid
     reduced = (2 if whole else 1) * (n - 1) / n * gradient
     words = f"{'2' if whole else ''}(N-1)/N x {_giga(gradient)} GB gradients"
-    messages = (2 if whole else 1) * (n - 1)
+    steps = ((2 if whole else 1) * (n - 1), 0)
     # Stage 3 gathers twice in each micro-batch, stages 1 and 2 once after the step.
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * job.accumulate}[stage] if share > 1 else 0
     gathered = gathers * (share - 1) / share * parameters
@@ -211,8 +210,8 @@ def _wire(job: Job, stage: int) -> tuple[float, float, str, int]:
         times = f"{gathers} x " if gathers > 1 else ""
         symbol = "(N-1)/N" if share == n else f"({share}-1)/{share}"
         words += f" + {times}{symbol} x {_giga(parameters)} GB parameters"
-        messages += gathers * (share - 1)
-    return reduced, gathered, f"{words} = {_giga(reduced + gathered)} GB", messages
+        steps = (steps[0], gathers * (share - 1))
+    return reduced, gathered, f"{words} = {_giga(reduced + gathered)} GB", steps
 
 
 def _giga(value: float) -> str:
