@@ -81,6 +81,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaSuccess";
     case cudaErrorMemoryAllocation:
       return "cudaErrorMemoryAllocation";
+    case cudaErrorCallRequiresNewerDriver:
+      return "cudaErrorCallRequiresNewerDriver";
     case cudaErrorNoDevice:
       return "cudaErrorNoDevice";
     case cudaErrorInvalidDevice:

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
@@ -301,6 +302,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return stream_of(stream)->idle() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  if (std::getenv("EMULATED_OLD_DRIVER") != nullptr) return fail(cudaErrorCallRequiresNewerDriver);
   *device = stream_of(stream)->device;
   return cudaSuccess;
 }

@@ -19,7 +19,7 @@ import pytest
 import reference
 from cases import Case, any_bytes, check, difference, random_values, registry, sweep
 from gpus import GPUS, MARK, cupy, free_memory
-from on_device import OnDevice, back, filled, run_on, some
+from on_device import EMULATED, OnDevice, back, filled, run_on, some
 
 import collectives as cc
 
@@ -283,6 +283,19 @@ def test_a_stream_of_another_gpu() -> None:
         return 1
 
     assert run_on(2, [0, 1], body, timeout=20) == [1, 1]
+
+
+@pytest.mark.skipif(not EMULATED, reason="needs a driver that is older than CUDA")
+def test_a_driver_that_does_not_tell_the_gpu_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_OLD_DRIVER", "1")
+
+    def body(comm: OnDevice) -> bool:
+        x = filled(comm, 8, 1)
+        comm.comm.all_reduce(x, stream=cupy.cuda.Stream(non_blocking=True))
+        comm.comm.synchronize()
+        return bool((back(comm, x) == 2).all())
+
+    assert run_on(2, [0], body, timeout=20) == [True] * 2
 
 
 @pytest.mark.parametrize("gpus", range(1, min(GPUS, 2) + 1))
