@@ -19,7 +19,7 @@ from commands import TINY, check_rows, run, start
 from collectives import Communicator, _core, run_threads
 from collectives.bench import cases, measuring, timing
 from collectives.bench.backends import Host
-from collectives.bench.cases import Case, places
+from collectives.bench.cases import REDUCING, Case, places
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -150,9 +150,10 @@ def _verify_all(comm, case, elements):
 @pytest.mark.parametrize("collective", [c for c in _core.collectives if c != "barrier"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2", "int8", "bool"])
 def test_verification_sees_one_wrong_element(collective, dtype):
-    case = Case(collective, 3, dtype)
+    divided = collective in REDUCING and not _core.why_op_unsupported("avg", dtype)
     # More than one period of the data, and blocks that end at odd places.
-    for elements in (3, 3 * 50021):
+    for elements, op in itertools.product((3, 3 * 50021), ["sum", "avg"][: 1 + divided]):
+        case = Case(collective, 3, dtype, op)
         for per_rank in run_threads(3, _verify_all, case, elements):
             for clean, changed, has_output in per_rank:
                 assert clean == 0
