@@ -235,6 +235,31 @@ def test_files_hold_layouts_side_by_side(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["table.json"]
 
 
+def test_figures_are_of_all_that_is_kept(tmp_path):
+    """all_gather combines nothing, so it cannot say what combining costs."""
+    path = tmp_path / "table.json"
+    shape = model.Figures(model.LinkModel(1e-6, 1e-10, 5e-11), model.LinkModel(0, 0), 1e-6)
+    figures = {"direct": shape, "steps": shape}
+
+    def rows(collective):
+        names = ("direct_one_shot", "direct_two_shot", "ring")
+        return [
+            Measurement(name, collective, size, seconds)
+            for name in names
+            for size in (64, 4096, 1 << 20)
+            if (seconds := model.predict(name, collective, size, [0] * 3, "shm", figures=figures))
+        ]
+
+    before, key = layout(rows("all_reduce")), "shm 0,0,0"
+    before["rows"].append(["all_reduce", "not registered here", 64, 1e-3])
+    for found in (before, layout(rows("all_gather"))):
+        tables.save(path, HARDWARE, key, found)
+    table = tables.parse(tables.load(path, HARDWARE)[key], path)
+    off = model.errors(rows("all_reduce"), [0] * 3, "shm", table.figures)
+    assert off.max() < 0.05
+    assert table.figures["direct"].near.gamma_s_per_byte == pytest.approx(5e-11, rel=0.05)
+
+
 def test_tables_of_other_hardware_are_refused(tmp_path):
     path = tmp_path / "table.json"
     tables.save(path, HARDWARE, "threads 0,0", layout(measured(ring=(1e-6, 2e-6, 3e-6))))

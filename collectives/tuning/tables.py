@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..schedule import why_unsupported
 from . import ANY_SIZE, Choice
-from .model import Figures, Measurement
+from .model import Figures, Measurement, fit
 
 FORMAT = 1
 # What is chosen stays chosen while it is within so much of the fastest: the noise of a median.
@@ -318,6 +319,18 @@ def merge(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fitted(rows: Iterable[Measurement], key: str) -> dict[str, Any]:
+    """Figures for all rows of a layout: those of one collective do not say what others cost. What a
+    program registered that is not here is left out.
+    """
+    transports, _, places = key.rpartition(" ")
+    nodes = [int(node) for node in places.split(",")]
+    known = [
+        m for m in rows if not why_unsupported(m.algorithm, m.collective, len(nodes), node=nodes)
+    ]
+    return {kind: found.as_json() for kind, found in fit(known, nodes, transports).items()}
+
+
 def try_writing(path: Path) -> None:
     """Raises ConfigError if `save` could not write the file."""
     written = path.with_name(f".{path.name}.{os.getpid()}")
@@ -336,7 +349,9 @@ def save(path: Path, hardware: Mapping[str, str], key: str, layout: dict[str, An
     layouts = load(path, hardware)
     if key in layouts:
         parse(layouts[key], path)
-    layouts[key] = merge(layouts.get(key), layout)
+    merged = layouts[key] = merge(layouts.get(key), layout)
+    if merged["rows"] != layout["rows"]:
+        merged["figures"] = _fitted(parse(merged, path).rows, key)
     content = {"format": FORMAT, "hardware": dict(hardware), "layouts": layouts}
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.name}.{os.getpid()}")
