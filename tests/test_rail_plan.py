@@ -199,6 +199,7 @@ def test_what_goes_along_rails() -> None:
     assert "not by ring" in why_staged("all_to_all", 64 << 20, "hierarchical(ring, ring)", None)
     assert why_staged("all_to_all", 1 << 62, None, None) and why_staged("all_reduce", 0, None, None)
     assert parts_of("hierarchical(ring, pat)") == ("ring", "pat")
+    assert parts_of("hierarchical( ring,pat )") == ("ring", "pat")
     assert parts_of("hierarchical") == (None, None) and parts_of("ring") is None
     for nodes, words in (
         ([0, 0, 0, 1, 1, 2], "different numbers"),

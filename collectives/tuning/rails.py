@@ -80,7 +80,7 @@ def parts_of(algorithm: str) -> Parts | None:
     """Those of a composition's name; None if it is none of two plain names."""
     if algorithm == "hierarchical":
         return Parts(None, None)
-    found = re.fullmatch(r"hierarchical\((\w+), (\w+)\)", algorithm)
+    found = re.fullmatch(r"hierarchical\( *(\w+) *, *(\w+) *\)", algorithm)
     return None if found is None else Parts(*found.groups())
 
 
