@@ -95,6 +95,14 @@ def test_fewer_nodes_than_have_faults(capsys):
         assert status == 0 and ", without the faults of line 20" in out
 
 
+def test_a_root_that_some_nodes_have_not_is_told_before_the_first_table(capsys):
+    arguments = ("broadcast", "--topology", "dgx-h100", "--bytes", "1M", "--nodes", "2,1")
+    for command in ("simulate", "compare"):
+        status, out, err = run(capsys, command, *arguments, "--root", "9")
+        assert (status, out) == (2, "")
+        assert err.endswith(": root 9 is out of range: ranks are 0 to 7\n")
+
+
 # ---- compare -------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,16 @@ def without_faults(topology: Topology, sized: Topology) -> str:
     return f", without the faults of line {', '.join(gone)}" if gone else ""
 
 
+def check_places(topology: Topology, nodes: Sequence[int], root: int) -> None:
+    """Raises ConfigError, before anything is simulated, for numbers of nodes that cannot be, or
+    that have no rank `root`.
+    """
+    for count in nodes:
+        ranks = topology.with_nodes(count).nranks
+        if root >= ranks:
+            raise ConfigError(f"root {root} is out of range: ranks are 0 to {ranks - 1}")
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers: "1,2,16", or doubled from the first to the last: "8..4096"."""
     found: list[int] = []
@@ -100,6 +110,7 @@ def compare(args: argparse.Namespace) -> int:
     _common.check_writable(args.json, args.png, args.html)
     span = args.bytes or sizes(f"{max(1, args.minbytes)}:{args.maxbytes}")
     nodes = args.nodes or [topology.nodes]
+    check_places(topology, nodes, args.root)
     found = args.measured or ([_FOUND] if args.html and _FOUND.is_dir() else [])
     measured = comparing.read_measured(found, args.collective)
     total = sum(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from .. import _core, simulate
-from ..errors import ConfigError, UnsupportedError
+from ..errors import UnsupportedError
 from ..simulate import training
 from ..simulate.quantities import amount, seconds_text
 from . import _common, _simulated
@@ -147,12 +147,10 @@ def run(args: argparse.Namespace) -> int:
         _simulated.algorithm(name)
     topology = simulate.load(args.topology)
     sizes = [0] if args.what == "barrier" else args.bytes
-    for nodes in args.nodes or [topology.nodes]:
+    counts = args.nodes or [topology.nodes]
+    _simulated.check_places(topology, counts, args.root)
+    for nodes in counts:
         sized = topology.with_nodes(nodes)
-        if args.root >= sized.nranks:
-            raise ConfigError(
-                f"root {args.root} is out of range: ranks are 0 to {sized.nranks - 1}"
-            )
         outcomes, left_out = [], []
         names = args.algorithm or simulate.candidates(args.what, sized)
         progress = Progress(len(names))
