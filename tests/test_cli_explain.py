@@ -84,6 +84,13 @@ def test_crossovers_in_words():
 # ---- explain and the model -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_sums_of_parts_are_whole(ranks):
+    text = explain("all_reduce", 1 << 20, [0] * (ranks - 1) + [1], one_region=False,
+                   tuner=Tuner([0] * (ranks - 1) + [1], False))  # fmt: skip
+    assert "1024 KiB" not in text and "1024 B" not in text
+
+
 def test_explain_without_ranks(capsys):
     status, out, _ = run(
         capsys, "explain", "all_reduce", "--bytes", "64M", "--ranks", 8, "--nodes", 2

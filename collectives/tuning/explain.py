@@ -115,10 +115,11 @@ def explain(
     between     how arrays on GPUs go between nodes, where that is known
     """
     n = len(nodes)
+    algorithms(collective)  # raises ValueError where there is no such collective
     nbytes = checked_bytes(nbytes, "nbytes") if collective != "barrier" else 0
     if transport is None:
         alone = len(set(nodes)) == n
-        transport = "shm" if one_region else "mpi" if alone else "shm+mpi"
+        transport = "self" if n == 1 else "shm" if one_region else "mpi" if alone else "shm+mpi"
     if measured is None and tuner.measured is not None:
         measured = tuner.measured.times(collective, nbytes) or None
     forced = tuner.rule(collective, nbytes) is not None
@@ -277,6 +278,7 @@ def _size(nbytes: int) -> str:
 
 
 def _amount(nbytes: float) -> str:
+    nbytes = round(nbytes, 3)  # 1 MiB, not 1024 KiB, where thirds of it are added up
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             break
