@@ -145,6 +145,13 @@ def test_a_communicator_explains_itself():
     assert text.startswith("broadcast of 4 KiB, 2 ranks on 1 node")
 
 
+def test_one_rank_explains_itself():
+    with collectives.init() as comm:
+        assert "1 rank on 1 node, over self\n" in comm.explain(nbytes=8)
+        with pytest.raises(ValueError, match="unknown collective 'all_redoce'"):
+            comm.explain("all_redoce", nbytes=8)
+
+
 def test_predictions_follow_the_costs():
     nodes = [0] * 4
     link = model.LINKS["shm"]["steps"]
