@@ -12,9 +12,9 @@ namespace {
 // Threads of a kernel: packets need all of them for 1 MiB, lines for 2 MiB.
 constexpr u64 kOneShotThreads = u64(256) * kThreads;
 // A kernel that is launched early has its places while the one before it may still wait for a peer,
-// so it takes room that others may need, which that peer may wait for: only small ones are, an
-// eighth of an H200.
-constexpr u64 kEarlyThreads = u64(64) * kThreads;
+// so it takes room that others may need, which that peer may wait for: only small ones are, a
+// quarter of what the GPU's registers hold, so that two of them leave half.
+constexpr u64 kEarlyPart = 4;
 constexpr u64 kExchangeChunkBytes = 64 << 10;
 // What a block of direct_two_shot has at least, of a share.
 constexpr u64 kMinBlockBytes = 4 << 10;
@@ -209,7 +209,8 @@ void DeviceCommunicator::Impl::prepare_one_shot(const DirectPath& path, const Ca
   if (limit > 0) most = std::min(most, static_cast<u64>(limit));
   made->grid = static_cast<int>(std::min<u64>(most, (hands + c.threads - 1) / c.threads));
   // (Two of them may be there at once.)
-  c.early = hopper && config.sharing == 1 && u64(made->grid) * c.threads <= kEarlyThreads &&
+  c.early = hopper && config.sharing == 1 &&
+            kEarlyPart * static_cast<u64>(made->grid) <= resident &&
             (config.max_blocks == 0 || 2 * made->grid <= config.max_blocks);
 }
 

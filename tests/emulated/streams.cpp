@@ -20,6 +20,8 @@ using namespace emulated;
 
 namespace {
 
+std::atomic<unsigned> largest_early{0};
+
 // Something that will be done.
 class Completion {
  public:
@@ -249,6 +251,12 @@ void wait_for_device(int device) {
 
 // ---- launches -----------------------------------------------------------------------------------
 
+void note_early(unsigned blocks) {
+  unsigned before = largest_early;
+  while (before < blocks && !largest_early.compare_exchange_weak(before, blocks)) {
+  }
+}
+
 cudaError_t launch(Dim3 grid, Dim3 threads, cudaStream_t stream, std::function<void()> kernel) {
   if (grid.x == 0 || threads.x == 0 || threads.x > 1024) return fail(cudaErrorInvalidValue);
   const int device = stream_of(stream)->device;
@@ -396,6 +404,11 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;
   return cudaSuccess;
+}
+
+// For tests: blocks of the largest kernel that was to start early, of those since this was asked.
+__attribute__((visibility("default"))) unsigned emulatedLargestEarly() {
+  return largest_early.exchange(0);
 }
 
 }  // extern "C"

@@ -4,6 +4,7 @@ that leave room for computing where others do not.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 from cases import Case, check
 from gpus import GPUS, MARK, cupy
-from on_device import OnDevice, back, filled, run_on
+from on_device import EMULATED, OnDevice, back, filled, run_on
 
 import collectives as cc
+from collectives import _core
 from collectives.array import Stream
 
 pytestmark = MARK
@@ -45,6 +47,28 @@ def test_waiting_for_a_call_does_not_wait_for_later_ones() -> None:
         return later is None or bool(later.done())
 
     assert run_on(2, ALL, body, timeout=20) == [True] * 2
+
+
+@pytest.mark.skipif(not EMULATED or GPUS < 2, reason="only the emulated runtime tells")
+def test_kernels_that_start_early_leave_room() -> None:
+    """Together with the kernel before them they take half of the GPU at most, so that small kernels
+    of another communicator find room, for which a peer may wait.
+    """
+    library = ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
+
+    def body(comm: OnDevice) -> list[int]:
+        found = []
+        for count in (16, 4096, 16384):
+            comm.meet()
+            if comm.rank == 0:
+                library.emulatedLargestEarly()
+            comm.all_gather(np.ones(count, "float32"), out=np.zeros(2 * count, "float32"))
+            found.append(library.emulatedLargestEarly() if comm.rank == 0 else 0)
+        return found
+
+    room = 2 * int(os.environ.get("EMULATED_PROCESSORS", "8"))  # blocks
+    found = run_on(2, ALL, body, timeout=20)[0]
+    assert found[0] == 1 and max(found) <= room // 4, found
 
 
 def test_a_work_in_a_graph() -> None:
