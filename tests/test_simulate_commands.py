@@ -146,9 +146,11 @@ def test_who_wins_by_less_than_the_band_is_called_so(monkeypatch):
     assert titles[0].endswith(f"band: {words}")
 
 
-def test_compare_draws(capsys, tmp_path):
+@pytest.mark.parametrize("name", ["c.png", "c", "c.of"])
+def test_compare_draws(capsys, tmp_path, name):
+    """Into the file that was named, whatever its ending."""
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "c.png"
+    picture = tmp_path / name
     status, _, err = run(
         capsys, "compare", "all_gather", "--topology", "pcie-100gbe", "--nodes", "1,2", "--bytes",
         "1K,1M", "--png", picture,

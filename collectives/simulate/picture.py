@@ -7,7 +7,7 @@ from .comparing import WINNER, Comparison
 
 
 def picture(result: Comparison, path: str) -> None:
-    """Draws bus bandwidths over sizes into `path` (by its ending PNG or SVG); below each panel a
+    """Draws bus bandwidths over sizes into `path` (SVG by that ending, else PNG); below each panel a
     band in the colour of the winner. Raises ImportError without matplotlib.
     """
     import matplotlib
@@ -75,5 +75,5 @@ def picture(result: Comparison, path: str) -> None:
         fontweight="bold",
         fontsize=11,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, format="svg" if str(path).endswith(".svg") else "png", dpi=130)
     pyplot.close(figure)
