@@ -212,19 +212,6 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     takes_root = "root" in inspect.signature(written.rounds).parameters
     generated = written.rounds(n, root=root) if takes_root else written.rounds(n)
     rounds = _rounds(generated, f"{written.info.name}, {written.collective} with {n} ranks")
-    if root != 0 and not takes_root:
-        # Written for root 0: the others take its place in a circle.
-        blocked = written.collective in ("gather", "scatter")
-
-        def turn(r: int) -> int:
-            return (r + root) % n
-
-        per = max(1, (written.chunks(n) if written.chunks else n) // n)
-        move = (lambda c: turn(c // per) * per + c % per) if blocked else (lambda c: c)
-        rounds = [
-            [Transfer(turn(s), turn(d), move(c), red, ch) for s, d, c, red, ch in ts]
-            for ts in rounds
-        ]
     mentioned = max((t[2] for ts in rounds for t in ts), default=0) + 1
     count = written.chunks(n) if written.chunks else mentioned
     if written.chunks is None and written.collective in (
@@ -236,6 +223,19 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
         count = -(-max(count, n) // n) * n
     if written.collective == "all_to_all":
         count = n * n
+    if root != 0 and not takes_root:
+        # Written for root 0: the others take its place in a circle.
+        blocked = written.collective in ("gather", "scatter")
+
+        def turn(r: int) -> int:
+            return (r + root) % n
+
+        per = max(1, count // n)
+        move = (lambda c: turn(c // per) * per + c % per) if blocked else (lambda c: c)
+        rounds = [
+            [Transfer(turn(s), turn(d), move(c), red, ch) for s, d, c, red, ch in ts]
+            for ts in rounds
+        ]
     core = _core.Schedule(written.info.name, written.collective, n, count, rounds, root, node)
     return Schedule(core)
 

@@ -64,6 +64,16 @@ def my_funnel(n):
     yield [Transfer(r, 0, chunk=r) for r in range(1, n)]
 
 
+def my_halves(n):
+    """The same, each block in two chunks."""
+    yield [Transfer(r, 0, chunk=2 * r + half) for r in range(1, n) for half in range(2)]
+
+
+def my_halves_back(n):
+    """And back."""
+    yield [Transfer(0, r, chunk=2 * r + half) for r in range(1, n) for half in range(2)]
+
+
 WRITTEN = [
     (my_ring, "all_reduce"),
     (my_tree, "broadcast"),
@@ -96,6 +106,12 @@ def test_it_runs_on_every_root_and_node(register):
             ],
             nodes,
         )
+    register("gather")(my_halves)
+    register("scatter")(my_halves_back)
+    halves = (("gather", "my_halves"), ("scatter", "my_halves_back"))
+    cases.on_threads(
+        3, [cases.Case(c, name, count=400, root=r, seed=r) for c, name in halves for r in range(3)]
+    )
 
 
 def test_order_rank_holds_for_it_too(register):
