@@ -15,7 +15,7 @@ import copy
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -375,7 +375,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         it; else MismatchError.
         """
         self._check_open()
-        dims = (shape,) if isinstance(shape, int) else shape
+        dims = shape if isinstance(shape, Iterable) else (shape,)
         lengths = tuple(integer(n, "shape") for n in dims)
         if device != "cpu":
             if device == "cuda":

@@ -164,6 +164,7 @@ def test_what_empty_makes():
             assert x.flags.writeable
             assert x.ctypes.data % 64 == 0
         assert comm.empty(7).dtype == np.float32
+        assert comm.empty(np.prod((2, 3))).shape == (6,)
         assert comm.empty(0).shape == (0,)
         assert comm.empty(()).shape == ()
         assert comm.empty((4, 0, 2), np.int8).shape == (4, 0, 2)
