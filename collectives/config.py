@@ -156,7 +156,8 @@ def parse_rules(text: str, algorithms: Iterable[str] | None = None) -> tuple[Rul
         collective = collective.strip()
         if not colon:
             raise ConfigError(
-                f"{part!r} has no collective; write e.g. 'all_reduce:{part}' or "
+                f"{part!r} has no collective; write e.g. "
+                f"'all_reduce:{part.rpartition('=')[2].strip()}' or "
                 "'all_reduce:0-64K=ring,64K-=ring'"
             )
         if collective not in COLLECTIVES:

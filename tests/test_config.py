@@ -82,6 +82,7 @@ def test_rules():
     ("text", "says"),
     [
         ("ring", "'ring' has no collective; write e.g. 'all_reduce:ring'"),
+        ("all_reduce=ring", "has no collective; write e.g. 'all_reduce:ring' or"),
         ("allreduce:ring", "unknown collective 'allreduce'; did you mean 'all_reduce'?"),
         ("all_reduce:rign", "unknown algorithm 'rign'; did you mean 'ring'?"),
         ("all_reduce:hierarchical(ring, tre)", "unknown algorithm 'tre'"),
