@@ -7,8 +7,8 @@ from .comparing import WINNER, Comparison
 
 
 def picture(result: Comparison, path: str) -> None:
-    """Draws bus bandwidths over sizes into `path` (SVG by that ending, else PNG); below each panel a
-    band in the colour of the winner. Raises ImportError without matplotlib.
+    """Draws bus bandwidths over sizes into `path` (SVG by that ending, else PNG); below each panel
+    a band in the colour of the winner. Raises ImportError without matplotlib.
     """
     import matplotlib
 
