@@ -80,17 +80,22 @@ def test_time_and_efficiency():
 
 
 @pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_a_trainer_holds_what_is_planned(precision, masters):
+@pytest.mark.parametrize(
+    ("precision", "reduced"),
+    [("float32", None), ("bf16", None), ("bf16", "float32"), ("float32", "bf16")],
+)
+def test_a_trainer_holds_what_is_planned(precision, reduced, masters):
     """With Adam, on 4 ranks."""
 
     def body(comm):
         params = {f"w{i}": np.zeros(4096, np.float32) for i in range(8)}
         how = {"params": params, "precision": precision, "master_weights": masters}
+        how["reduce_dtype"] = "bfloat16" if reduced == "bf16" else reduced
         trainers = [Trainer(print, Adam(lr=1), comm, sharding=s, **how) for s in range(4)]
         return [sum(trainer.nbytes().values()) for trainer in trainers]
 
-    planned = [s.memory for s in plan(Job(8 * 4096, 4, precision=precision, masters=masters))]
+    job = Job(8 * 4096, 4, precision=precision, reduced=reduced, masters=masters)
+    planned = [s.memory for s in plan(job)]
     assert cc.run_threads(4, body, timeout=30) == [planned] * 4
 
 

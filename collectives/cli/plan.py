@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", type=_common.one_of("precision", BYTES), default="bf16", help="(bf16)"
     )
     parser.add_argument(
-        "--reduce", type=_common.one_of("precision", BYTES), help="dtype of the reduction"
+        "--reduce",
+        type=_common.one_of("precision", BYTES),
+        help="dtype in which gradients are held and reduced (--precision)",
     )
     parser.add_argument(
         "--optimizer", type=_common.one_of("optimizer", STATES), default="adam", help="(adam)"

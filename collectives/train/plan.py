@@ -35,7 +35,8 @@ class Job:
     ranks       ranks that train
     node        ranks of a node; with `hybrid` a rank shares with those of its node alone
     precision   "bf16", "fp16" or "float32": of parameters and gradients
-    reduced     dtype in which gradients are reduced; that of the gradients if None
+    reduced     dtype in which gradients are held and reduced, as the trainer's `reduce_dtype`;
+                `precision` if None
     optimizer   a key of STATES
     masters     parameters of 16 bits have float32 master weights and state, as the trainer's
                 `master_weights`; else state of their own dtype
@@ -113,9 +114,8 @@ class Stage(NamedTuple):
 
 def bytes_per_parameter(job: Job) -> tuple[int, int, int]:
     """Of parameters, gradients and optimizer state with master weights."""
-    used = BYTES[job.precision]
     master, count, each = _state(job)
-    return used, used, master + count * each
+    return BYTES[job.precision], BYTES[job.reduced or job.precision], master + count * each
 
 
 def state_words(job: Job) -> str:
@@ -141,7 +141,7 @@ def _stage(job: Job, stage: int) -> Stage:
     used, grad, state = bytes_per_parameter(job)
     share, p = job.sharing, job.params
     divide = [share if stage >= at else 1 for at in (3, 2, 1)]
-    held = BYTES[job.reduced or job.precision] if stage >= 2 and job.accumulate > 1 else 0
+    held = grad if stage >= 2 and job.accumulate > 1 else 0
     parts = (used * p / divide[0], grad * p / divide[1] + held * p, state * p / divide[2])
     each = (used, grad, state)
     split = sum(b for b, d in zip(each, divide, strict=True) if d > 1)
