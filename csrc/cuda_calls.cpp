@@ -171,7 +171,7 @@ void DeviceCommunicator::Impl::follow(cudaStream_t next) {
   unsigned long long capture = 0;
   check_cuda(cudaStreamGetCaptureInfo(next, &status, &capture), "cudaStreamGetCaptureInfo");
   if (status != cudaStreamCaptureStatusActive) capture = 0;
-  if (next != last_stream) check_owner(next);
+  if (next != last_stream) check_owner(config.device, next);
   // (That of each thread is another.)
   const bool same = next == last_stream && next != cudaStreamPerThread;
   if (capture == 0) {
@@ -233,23 +233,6 @@ void DeviceCommunicator::Impl::check_stream(cudaStream_t used) const {
                 "ranks that are threads and share a GPU need a stream each, and this call is on "
                 "the default stream, which they have in common: use `with "
                 "cupy.cuda.Stream(non_blocking=True):` or `with torch.cuda.stream(...)`");
-}
-
-// The launch itself would succeed, on the other GPU. (Drivers before CUDA 12.8 do not tell.)
-void DeviceCommunicator::Impl::check_owner(cudaStream_t stream) const {
-#if CUDART_VERSION >= 12080
-  int owner = config.device;
-  if (cudaStreamGetDevice(stream, &owner) != cudaSuccess) cudaGetLastError();
-  if (owner != config.device)
-    throw Error(
-        ErrorKind::system,
-        "the arrays of this call are on GPU " + std::to_string(config.device) +
-            ", and its stream is one of GPU " + std::to_string(owner) +
-            ": make the stream on the GPU of the arrays, and that GPU the current one (`with "
-            "cupy.cuda.Device(" +
-            std::to_string(config.device) + "):`, `torch.cuda.set_device(" +
-            std::to_string(config.device) + ")`)");
-#endif
 }
 
 void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& options,

@@ -104,7 +104,6 @@ struct DeviceCommunicator::Impl {
   std::string differs();
   // Throws if ranks that share a GPU would share this stream too.
   void check_stream(cudaStream_t stream) const;
-  void check_owner(cudaStream_t stream) const;  // it is one of this GPU
   void close();
   void abort(const std::string& reason, ErrorKind kind, int about);
   void stop(const std::string& reason, ErrorKind kind);

@@ -67,6 +67,23 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// (Drivers before CUDA 12.8 do not tell.)
+void check_owner([[maybe_unused]] int device, [[maybe_unused]] cudaStream_t stream) {
+#if CUDART_VERSION >= 12080
+  int owner = device;
+  if (cudaStreamGetDevice(stream, &owner) != cudaSuccess) cudaGetLastError();
+  if (owner != device)
+    throw Error(
+        ErrorKind::system,
+        "the arrays of this call are on GPU " + std::to_string(device) +
+            ", and its stream is one of GPU " + std::to_string(owner) +
+            ": make the stream on the GPU of the arrays, and that GPU the current one (`with "
+            "cupy.cuda.Device(" +
+            std::to_string(device) + "):`, `torch.cuda.set_device(" + std::to_string(device) +
+            ")`)");
+#endif
+}
+
 WhileCapturing::WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 WhileCapturing::~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 

@@ -47,6 +47,9 @@ class WhileCapturing {
 // Is the stream being captured into a CUDA graph?
 bool is_captured(cudaStream_t stream);
 
+// Throws in words if the stream is one of another GPU: a launch would succeed, there.
+void check_owner(int device, cudaStream_t stream);
+
 Geometry make_geometry(int nranks, int strands, Home home);
 
 // Memory that is freed with its last holder: ranks that are threads hold each other's arenas, so

@@ -501,6 +501,7 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
   refuse_capture(used);
   const auto stream = reinterpret_cast<cudaStream_t>(used);
   const OnDevice current(s.device);
+  check_owner(s.device, stream);
   Communicator::Options on_device = options;
   on_device.on_device = true;
   const cudaEvent_t ready = s.event();

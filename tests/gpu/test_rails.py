@@ -358,6 +358,25 @@ def test_a_call_is_not_captured() -> None:
     run_on(4, DEVICES, body, nodes=[0, 0, 1, 1], timeout=20)
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_stream_of_another_gpu() -> None:
+    """It is refused in words, before anything is done: the call can be made on another stream."""
+
+    def body(comm: OnDevice) -> None:
+        x = filled(comm, 70_000, 1)
+        comm.meet()
+        if comm.rank == 1:
+            with cupy.cuda.Device(1 - comm.device):
+                other = cupy.cuda.Stream(non_blocking=True)
+            error = raised(lambda: comm.comm.all_reduce(x, stream=other))
+            assert f"its stream is one of GPU {1 - comm.device}" in str(error)
+        comm.comm.all_reduce(x, stream=comm.stream)
+        comm.finish()
+        assert (back(comm, x) == 4).all()
+
+    run_on(4, DEVICES[:2], body, nodes=[0, 0, 1, 1], timeout=20)
+
+
 def test_worlds_come_and_go() -> None:
     """With a part of each, closed or dropped."""
 
