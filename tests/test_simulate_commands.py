@@ -90,9 +90,9 @@ def test_fewer_nodes_than_have_faults(capsys):
     for command in ("simulate", "compare"):
         status, out, err = run(capsys, command, *arguments, "--nodes", "1")
         assert status == 0, err
-        assert "4 ranks" in out and ", without the faults of line 19, 20" in out
+        assert "4 ranks" in out and ", without the faults of line 20, 21" in out
         status, out, err = run(capsys, command, *arguments, "--nodes", "4")
-        assert status == 0 and ", without the faults of line 20" in out
+        assert status == 0 and ", without the faults of line 21" in out
 
 
 def test_a_root_that_some_nodes_have_not_is_told_before_the_first_table(capsys):

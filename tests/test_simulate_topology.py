@@ -59,6 +59,14 @@ def test_links_side_by_side_count_as_one(tmp_path):
     assert topology.links[0].bandwidth == 400e9
 
 
+def test_the_example_is_what_the_docs_show():
+    import yaml
+
+    page = (RACKS.parents[2] / "docs/simulate.md").read_text(encoding="utf-8")
+    shown = page.partition("```yaml\n")[2].partition("```")[0]
+    assert yaml.safe_load(shown) == yaml.safe_load(RACKS.read_text(encoding="utf-8"))
+
+
 def test_fewer_nodes_have_fewer_faults():
     topology = simulate.read(RACKS)
     assert [f.node for f in topology.faults] == [2, 5]
