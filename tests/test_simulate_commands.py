@@ -93,6 +93,14 @@ def test_fewer_nodes_than_have_faults(capsys):
         assert "4 ranks" in out and ", without the faults of line 20, 21" in out
         status, out, err = run(capsys, command, *arguments, "--nodes", "4")
         assert status == 0 and ", without the faults of line 21" in out
+    status, out, err = run(
+        capsys, "simulate", "training", "--topology", RACKS, "--params", "1e8", "--sharding", "ddp",
+        "--ranks", "4,16,32",
+    )  # fmt: skip
+    assert status == 0, err
+    assert re.findall("# (.*), without the faults of line (.*)", out) == [
+        ("4 ranks", "20, 21"), ("16 ranks", "21"),
+    ]  # fmt: skip
 
 
 def test_a_root_that_some_nodes_have_not_is_told_before_the_first_table(capsys):

@@ -213,13 +213,18 @@ def _training(args: argparse.Namespace) -> int:
     if args.algorithm:
         _simulated.algorithm(args.algorithm)
     shardings = args.sharding or training.SHARDINGS
+    without: dict[int, str] = {}
     for sharding in shardings:
         for ranks in args.ranks:
-            training.check(job, topology, ranks, sharding)
+            sized = training.check(job, topology, ranks, sharding)
+            without[ranks] = _simulated.without_faults(topology, sized)
     print(
         f"# {args.params:.3g} parameters on {topology.name}; {job.tokens:.0f} tokens a GPU and "
         f"micro-batch, {job.accumulate} a step, buckets of {job.bucket_bytes / 2**20:.4g} MiB"
     )
+    for ranks, words in without.items():
+        if words:
+            print(f"# {ranks} ranks{words}")
     table = training.table()
     print(table.header())
     left_out: dict[str, None] = {}
