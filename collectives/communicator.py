@@ -96,6 +96,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         self.local_rank, self.local_size = on_node.index(self.rank), len(on_node)
         self._closed = False
         self._device = self._known = None
+        self._ordinal = self.local_rank  # of this rank's GPU, while there is no engine
         self._moved_by_host = False
         self._group = None
         self._in_flight = InFlight(self._core)
@@ -149,12 +150,14 @@ class Communicator(Reductions, Movements, PointToPoint):
             (r for r, (c, _) in enumerate(answers) if c == color), key=lambda r: (answers[r][1], r)
         )
         name = f"split-{child}-{color}"
-        return Communicator(
+        made = Communicator(
             self._bootstrap.subgroup(members, name, timeout=timeout),
             self._settings,
             nodes=self._nodes_of(members),
             max_blocks=bound,
         )
+        made._ordinal = self._gpu
+        return made
 
     @classmethod
     def from_mpi(
@@ -213,12 +216,14 @@ class Communicator(Reductions, Movements, PointToPoint):
             )
 
         def build(bootstrap: Bootstrap, members: list[int]) -> Communicator:
-            return Communicator(
+            made = Communicator(
                 bootstrap,
                 self._settings,
                 nodes=self._nodes_of(members),
                 max_blocks=self.max_blocks,
             )
+            made._ordinal = self._gpu
+            return made
 
         own = self._bootstrap.timeout
         made, members = self._shrinking.run(seconds, build, own)
@@ -258,6 +263,11 @@ class Communicator(Reductions, Movements, PointToPoint):
             nodes=self._nodes_of(members),
             max_blocks=self.max_blocks,
         )
+
+    @property
+    def _gpu(self) -> int:
+        """Ordinal of this rank's GPU, of those that there are."""
+        return self._device.device if self._device is not None else self._ordinal
 
     def _nodes_of(self, members: Sequence[int]) -> list[int]:
         """Node of each of some ranks, numbered from 0."""
@@ -379,9 +389,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         lengths = tuple(integer(n, "shape") for n in dims)
         if device != "cpu":
             if device == "cuda":
-                count = _core.device_count()[0]
-                ordinal = self._device.device if self._device else self.local_rank % max(count, 1)
-                device = f"cuda:{ordinal}"
+                device = f"cuda:{self._gpu % max(_core.device_count()[0], 1)}"
             return self._engine(device).memory.empty(lengths, dtype, kind)
         return self._memory.empty(lengths, dtype, kind or "numpy")
 

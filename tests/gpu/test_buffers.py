@@ -190,3 +190,16 @@ def test_more_than_a_gpu_has() -> None:
 
     for words in run_on(2, ALL, body, timeout=20):
         assert "no symmetric buffer, on any rank: rank 0: cannot allocate" in words
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("devices", [None, [1, 0]])
+def test_parts_of_the_ranks_stay_on_their_gpus(devices: list[int] | None) -> None:
+    """Whether the whole has an engine for its GPUs by then, or not."""
+
+    def body(comm: cc.Communicator) -> list[int]:
+        parts = [comm.duplicate(), comm.split(color=comm.rank), comm.shrink()]
+        return [part.empty(8, device="cuda").data.device_id for part in parts if part is not None]
+
+    first, second = devices or (0, 1)
+    assert cc.run_threads(2, body, devices=devices, timeout=20) == [[first] * 3, [second] * 3]
