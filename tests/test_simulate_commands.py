@@ -183,6 +183,8 @@ def test_compare_draws(capsys, tmp_path, name):
         (("--topology", "dgx-h100", "-f", "2"), "--stepfactor goes without --topology"),
         (("--topology", "dgx-h100", "--symmetric"), "--symmetric goes without --topology"),
         (("--topology", "dgx-h100", "-b", "1K", "--bytes", "1K"), "both give sizes"),
+        (("--topology", "dgx-h100", "-b", "1M", "-e", "1K"), "1024, is below the smallest"),
+        (("--topology", "dgx-h100", "-e", "0"), "the largest size, 0, is below the smallest, 4"),
         (("--topology", "dgx-h100", "--json", "/proc/x"), "/proc/x cannot be written: No such"),
         (("--topology", "dgx-h100", "--measured", "/none"), "/none: it cannot be read: No such"),
         (("--topology", "dgx-h100", "--only", "bruck"), "nothing can do all_reduce with 1 nodes"),

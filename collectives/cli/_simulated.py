@@ -108,7 +108,10 @@ def compare(args: argparse.Namespace) -> int:
     if args.html and importlib.util.find_spec("plotly") is None:
         raise ConfigError("--html needs plotly: pip install 'collectives[simulate]'")
     _common.check_writable(args.json, args.png, args.html)
-    span = args.bytes or sizes(f"{max(1, args.minbytes)}:{args.maxbytes}")
+    low, high = max(1, args.minbytes), args.maxbytes
+    if high < low:
+        raise ConfigError(f"the largest size, {high}, is below the smallest, {low}")
+    span = args.bytes or sizes(f"{low}:{high}")
     nodes = args.nodes or [topology.nodes]
     check_places(topology, nodes, args.root)
     found = args.measured or ([_FOUND] if args.html and _FOUND.is_dir() else [])
