@@ -136,7 +136,7 @@ class QueuedWork(Spanned):
         return self._core.span()
 
     def _wait(self, timeout: float | None) -> bool:
-        return bool(self._core.wait(-1.0 if timeout is None else timeout))
+        return bool(self._core.wait(-1.0 if timeout is None else max(0.0, timeout)))
 
     def _finish(self) -> Any:
         self._core.raise_error()

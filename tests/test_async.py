@@ -86,6 +86,26 @@ def test_awaiting_an_error_raises_it():
     assert cc.run_threads(2, body, timeout=20) == [None, None]
 
 
+@pytest.mark.parametrize("timeout", [0, -1, -1e-9])
+def test_no_time_is_left_to_wait(timeout):
+    def body(comm):
+        if comm.rank == 0:
+            for work in (
+                comm.all_reduce(ones(), async_op=True),
+                comm.recv(ones(), 1, async_op=True),
+            ):
+                with pytest.raises(cc.DeadlineError, match="not done"):
+                    work.wait(timeout)
+            over.set()
+        else:
+            assert over.wait(10), "rank 0 waits for this one"
+            comm.all_reduce(ones())
+            comm.send(ones(), 0)
+
+    over = threading.Event()
+    cc.run_threads(2, body, timeout=20)
+
+
 def test_other_tasks_run_while_one_awaits():
     def body(comm):
         async def tick():
