@@ -95,20 +95,24 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+# As good as without limit: 31 years. Nanoseconds of more than 292 do not fit into 63 bits.
+LONGEST = 1e9
+
+
 def parse_seconds(text: str) -> float:
-    """A positive, finite number of seconds; "30s" is read as well as "30"."""
+    """A positive, finite number of seconds, at most LONGEST; "30s" is read as well as "30"."""
     try:
         seconds = float(text.strip().removesuffix("s"))
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"{text!r} is no positive number of seconds, such as 30 or 0.5")
-    return seconds
+    return min(seconds, LONGEST)
 
 
 def checked_seconds(value: Any, name: str) -> float | None:
-    """`value`, an argument, as a positive, finite number of seconds; None stays. Raises TypeError
-    or ValueError that names the argument if it is none.
+    """`value`, an argument, as a positive, finite number of seconds, at most LONGEST; None stays.
+    Raises TypeError or ValueError that names the argument if it is none.
     """
     if value is None:
         return None
@@ -120,7 +124,7 @@ def checked_seconds(value: Any, name: str) -> float | None:
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{name} must be a positive number of seconds, such as 30, not {value!r}")
-    return seconds
+    return min(seconds, LONGEST)
 
 
 def checked_bytes(value: Any, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bootstraps import run_all, tcp_world
 
 import collectives as cc
 
@@ -47,6 +48,19 @@ def test_a_timeout_of_a_part_that_is_none(timeout, kind, words):
         return comm.all_reduce(np.ones(1))[0]
 
     assert cc.run_threads(2, body, timeout=20) == [2, 2]
+
+
+def test_a_timeout_beyond_what_a_wait_can_last():
+    """As good as none; the calls that take seconds or milliseconds do not overflow."""
+
+    def body(comm):
+        with comm.split(0, timeout=1e300) as part, part.shrink(1e300) as left:
+            work = left.all_reduce(np.ones(1), async_op=True)
+            return work.wait(1e300)[0]
+
+    assert cc.run_threads(2, body, timeout=1e300) == [2, 2]
+    with tcp_world(2, timeout=1e9) as ends:
+        assert run_all(*(lambda e=e: e.all_gather(b"here") for e in ends)) == [[b"here"] * 2] * 2
 
 
 def integers():

@@ -59,6 +59,7 @@ def test_bad_sizes(text, says):
 def test_seconds():
     assert parse_seconds("30") == 30
     assert parse_seconds("0.5s") == 0.5
+    assert parse_seconds("1e30") * 1e9 < 1 << 63
     for text in ("0", "-1", "inf", "nan", "soon", ""):
         with pytest.raises(ConfigError, match="no positive number of seconds"):
             parse_seconds(text)

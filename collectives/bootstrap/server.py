@@ -207,7 +207,8 @@ class Server:
         ends += [first.proved_by for first in itertools.islice(self._strangers, 1)]
         if self._stop_at is not None:
             ends.append(self._stop_at)
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        # poll() counts milliseconds in 31 bits: 24 days. Woken before it is time, it waits again.
+        return min(max(0.0, min(ends) - time.monotonic()), 1e6) if ends else None
 
     def _done(self) -> bool:
         if self._stop_at is None:
