@@ -84,6 +84,11 @@ def test_crossovers_in_words():
 # ---- explain and the model -----------------------------------------------------------------------
 
 
+def test_more_than_any_call_can_have_is_told(capsys):
+    status, out, err = run(capsys, "explain", "all_reduce", "--bytes", "99999999T", "--ranks", 4)
+    assert (status, out) == (2, "") and "more than any call can have" in err
+
+
 @pytest.mark.parametrize("ranks", range(2, 10))
 def test_sums_of_parts_are_whole(ranks):
     text = explain("all_reduce", 1 << 20, [0] * (ranks - 1) + [1], one_region=False,

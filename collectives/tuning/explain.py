@@ -117,6 +117,8 @@ def explain(
     n = len(nodes)
     algorithms(collective)  # raises ValueError where there is no such collective
     nbytes = checked_bytes(nbytes, "nbytes") if collective != "barrier" else 0
+    if nbytes > ANY_SIZE:
+        raise ValueError(f"nbytes is {nbytes}, more than any call can have (2^64 - 1)")
     if transport is None:
         alone = len(set(nodes)) == n
         transport = "self" if n == 1 else "shm" if one_region else "mpi" if alone else "shm+mpi"
