@@ -415,6 +415,13 @@ def test_tune_refuses_to_write_where_no_table_is_asked(capsys, monkeypatch, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tune_measures_a_collective_that_is_named_twice_once(capsys):
+    twice = ("--collective", "all_gather,all_gather", "--dry-run", "--rows")
+    assert tune("--threads", "2", *twice, *TINY) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    assert len({(row[1], row[5]) for row in rows}) == len(rows) > 0
+
+
 def test_tune_writes_nothing_on_a_dry_run(capsys, tmp_path):
     path = tmp_path / "table.json"
     assert tune("--threads", "2", "--collective", "all_gather", "--dry-run",

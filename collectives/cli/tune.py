@@ -143,7 +143,7 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
             print(f"# note: {note}")
         if useless:
             print(f"# note: there will be no table: {useless}")
-    names = [n for n in _collectives(args.collective) if n != "barrier"]
+    names = [n for n in dict.fromkeys(_collectives(args.collective)) if n != "barrier"]
     measured, wrong = measure(backend, names, args)
     if wrong:
         if comm.rank == 0:
