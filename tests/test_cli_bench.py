@@ -58,6 +58,12 @@ def test_bench_of_processes(tmp_path):
     assert "# wrong elements: 0 OK" in out
 
 
+def test_a_barrier_has_no_bandwidth(capsys):
+    status, out, _ = run(capsys, "bench", "--threads", 2, "--collective", "barrier", *TINY)
+    assert status == 0
+    assert "average bus bandwidth" not in out
+
+
 @pytest.mark.parametrize("python", [False, True], ids=["core", "python"])
 def test_bench_of_every_collective(capsys, tmp_path, python):
     file = tmp_path / "result.json"

@@ -310,7 +310,7 @@ def _print_header(backend: Backend, args: argparse.Namespace, header: dict[str, 
 
 
 def _print_footer(rows: list[dict[str, Any]], wrong: int, bench: Bench) -> None:
-    bandwidths = [row["busbw_gbs"] for row in rows]
+    bandwidths = [row["busbw_gbs"] for row in rows if row["bytes"]]  # a barrier has none
     print("#")
     if bench.check:
         print(f"# wrong elements: {wrong} {'FAILED' if wrong else 'OK'}")
