@@ -214,8 +214,7 @@ class Mover {
   u64 since_ = 0;
 };
 
-// All threads of all blocks call this last: the last block counts the transfers, as finish_call
-// does calls.
+// All threads of all blocks call this last: the block that ends last counts the transfers.
 __device__ void finish(const TransferCall& call) {
   __syncthreads();
   if (threadIdx.x != 0) return;

@@ -26,8 +26,8 @@ _LINES = {2: 4 << 20, 4: 1 << 20, 8: 128 << 10}
 # everybody), then in two steps, in lines up to _TWO_STEPS_IN_LINES.
 _ONE_STEP = {2: 4 << 20, 4: 384 << 10, 8: 128 << 10}
 _TWO_STEPS_IN_LINES = {2: 0, 16: 8 << 20}
-# Threads of its blocks: one block for the smallest, as long as it has room, saves the blocks'
-# meeting at the end; else small blocks, on more multiprocessors.
+# Threads of its blocks: one block for the smallest, as long as it has room, saves counting
+# the blocks; else small blocks, on more multiprocessors.
 _ONE_BLOCK, _IN_ONE_BLOCK = 512, 4 << 10
 _THREADS = 256
 # all_reduce on symmetric buffers reads the peers' contributions below this (it saves a step) and
