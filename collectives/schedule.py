@@ -16,6 +16,7 @@ It is verified on first use, and then runs on every engine like those written in
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any, NamedTuple
@@ -132,6 +133,9 @@ def why_unsupported(
     """Why algorithm `name` cannot do `collective` with these ranks; "" if it can."""
     by_collective = _written.get(name)
     if by_collective is None:
+        for part in re.split(r"[(),\s]+", name)[1:]:
+            if part in _written:
+                return f"{part} is written in Python, and parts of compositions are in C++"
         return str(_core.why_unsupported(name, collective, nranks, root, list(node)))
     written = by_collective.get(collective)
     if written is None:
@@ -177,7 +181,7 @@ def schedule(
     known = [a.name for a in algorithms()]
     if not name.startswith("hierarchical(") and name not in known:
         raise ValueError(f"unknown algorithm {name!r}; {did_you_mean(name, known)}")
-    why = _core.why_unsupported(name, collective, nranks, root, nodes)
+    why = why_unsupported(name, collective, nranks, root=root, node=nodes)
     if why:
         raise UnsupportedError(f"{name} cannot do {collective} with {nranks} ranks: {why}")
     return Schedule(_core.build_schedule(name, collective, nranks, root, nodes))

@@ -114,6 +114,13 @@ def test_it_runs_on_every_root_and_node(register):
     )
 
 
+def test_it_is_no_part_of_a_composition(register):
+    register("all_reduce")(my_ring)
+    for name in ("hierarchical(ring, my_ring)", "hierarchical(my_ring,ring)"):
+        with pytest.raises(cc.UnsupportedError, match="my_ring is written in Python"):
+            cc.schedule(name, "all_reduce", 4, node=[0, 0, 1, 1])
+
+
 def test_order_rank_holds_for_it_too(register):
     register("all_reduce")(my_ring)
     found = [
