@@ -150,14 +150,8 @@ class Communicator(Reductions, Movements, PointToPoint):
             (r for r, (c, _) in enumerate(answers) if c == color), key=lambda r: (answers[r][1], r)
         )
         name = f"split-{child}-{color}"
-        made = Communicator(
-            self._bootstrap.subgroup(members, name, timeout=timeout),
-            self._settings,
-            nodes=self._nodes_of(members),
-            max_blocks=bound,
-        )
-        made._ordinal = self._gpu
-        return made
+        bootstrap = self._bootstrap.subgroup(members, name, timeout=timeout)
+        return self._made_of(bootstrap, members, max_blocks=bound)
 
     @classmethod
     def from_mpi(
@@ -215,18 +209,8 @@ class Communicator(Reductions, Movements, PointToPoint):
                 rank=self.rank,
             )
 
-        def build(bootstrap: Bootstrap, members: list[int]) -> Communicator:
-            made = Communicator(
-                bootstrap,
-                self._settings,
-                nodes=self._nodes_of(members),
-                max_blocks=self.max_blocks,
-            )
-            made._ordinal = self._gpu
-            return made
-
         own = self._bootstrap.timeout
-        made, members = self._shrinking.run(seconds, build, own)
+        made, members = self._shrinking.run(seconds, self._made_of, own)
         # `timeout` was for meeting the others; calls have as long as on this communicator.
         made._bootstrap.timeout, made._core.timeout = own, self._core.timeout
         if len(members) < self.size and not self._core.broken:
@@ -257,12 +241,28 @@ class Communicator(Reductions, Movements, PointToPoint):
         """
         settings = copy.copy(self._settings)
         settings.algorithm = ()
-        return Communicator(
-            self._bootstrap.subgroup(list(members), f"{name}-{members[0]}"),
-            settings,
+        bootstrap = self._bootstrap.subgroup(list(members), f"{name}-{members[0]}")
+        return self._made_of(bootstrap, members, settings=settings)
+
+    def _made_of(
+        self,
+        bootstrap: Bootstrap,
+        members: Sequence[int],
+        *,
+        settings: Settings | None = None,
+        max_blocks: int | None = None,
+    ) -> Communicator:
+        """A communicator of some of the ranks, who meet through `bootstrap` and keep their GPUs.
+        What is None is as here. Collective over them.
+        """
+        made = Communicator(
+            bootstrap,
+            settings or self._settings,
             nodes=self._nodes_of(members),
-            max_blocks=self.max_blocks,
+            max_blocks=self.max_blocks if max_blocks is None else max_blocks,
         )
+        made._ordinal = self._gpu
+        return made
 
     @property
     def _gpu(self) -> int:

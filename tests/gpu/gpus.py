@@ -16,6 +16,10 @@ if not GPUS:
     pytest.skip(f"no GPU: {WHY}", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 MARK = pytest.mark.gpu
+# What is told from another GPU cannot be where there is one.
+TWO_GPUS = pytest.mark.skipif(
+    GPUS < 2, reason="one GPU here; tests/emulated, in continuous integration, has two"
+)
 
 
 def need_compiler() -> None:
@@ -33,4 +37,4 @@ def free_memory() -> int:
     return int(cupy.cuda.runtime.memGetInfo()[0])
 
 
-__all__ = ["GPUS", "MARK", "cupy", "free_memory", "need_compiler"]
+__all__ = ["GPUS", "MARK", "TWO_GPUS", "cupy", "free_memory", "need_compiler"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import GPUS, MARK, cupy
+from gpus import GPUS, MARK, TWO_GPUS, cupy
 from on_device import OnDevice, back, run_on
 
 import collectives as cc
@@ -192,7 +192,7 @@ def test_more_than_a_gpu_has() -> None:
         assert "no symmetric buffer, on any rank: rank 0: cannot allocate" in words
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("devices", [None, [1, 0]])
 def test_parts_of_the_ranks_stay_on_their_gpus(devices: list[int] | None) -> None:
     """Whether the whole has an engine for its GPUs by then, or not."""

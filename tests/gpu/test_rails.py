@@ -14,7 +14,7 @@ import pytest
 import reference
 import soak
 from cases import Case, check, difference, random_values
-from gpus import GPUS, MARK, cupy
+from gpus import GPUS, MARK, TWO_GPUS, cupy
 from on_device import EMULATED, OnDevice, back, filled, run_on
 from test_leaks import SLACK
 
@@ -358,7 +358,7 @@ def test_a_call_is_not_captured() -> None:
     run_on(4, DEVICES, body, nodes=[0, 0, 1, 1], timeout=20)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@TWO_GPUS
 def test_a_stream_of_another_gpu() -> None:
     """It is refused in words, before anything is done: the call can be made on another stream."""
 

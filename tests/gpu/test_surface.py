@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import GPUS, MARK, cupy
+from gpus import GPUS, MARK, TWO_GPUS, cupy
 from on_device import OnDevice, run_on
 
 import collectives as cc
@@ -123,7 +123,7 @@ def test_host_and_device_arrays_raise_on_every_rank_long_before_the_deadline() -
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.skipif(GPUS < 2, reason="2 GPUs are needed")
+@TWO_GPUS
 def test_an_array_on_another_gpu() -> None:
     def body(comm: cc.Communicator) -> None:
         with cupy.cuda.Device(1):
