@@ -22,7 +22,8 @@ static_assert(sizeof(u64) == 8);
 inline constexpr int kMaxRanks = 16;
 inline constexpr int kMaxStrands = 128;  // FIFOs from one rank to another: channels x lanes
 inline constexpr int kMaxChannels = 16;
-inline constexpr int kDepth = 4;  // slots of a FIFO; programs are lowered for it
+inline constexpr int kDepth = 4;     // slots of a FIFO
+inline constexpr int kTogether = 2;  // segments that a strand of the interpreter works at in turns
 
 // What a kernel waited for, or found, when it gave up.
 enum class Leave : u32 {
@@ -203,6 +204,7 @@ struct PlanCall {
   const Piece* pieces;
   ChannelRange channel[kMaxChannels];
   int channels, lanes;
+  int together;  // segments of a lane that a strand works at in turns
   const unsigned char* input;
   unsigned char* output;
   unsigned char* scratch;

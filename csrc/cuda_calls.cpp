@@ -85,7 +85,10 @@ const Uploaded& DeviceCommunicator::Impl::uploaded(const ProgramKey& key) {
   if (collective == Collective::all_to_all)
     for (const Round& round : schedule.rounds)
       for (const Transfer& t : round) u.forwards |= t.chunk != t.src * config.nranks + t.dst;
-  u.program = std::make_shared<const RankProgram>(lower(schedule, config.rank, order, kDepth));
+  // A program that ends with `depth` slots ends with k times as many where each step is done for k
+  // segments.
+  constexpr int depth = kDepth / kTogether;
+  u.program = std::make_shared<const RankProgram>(lower(schedule, config.rank, order, depth));
   std::vector<Step> steps;
   std::vector<Piece> pieces;
   for (const Program& p : u.program->channels) {
@@ -371,8 +374,10 @@ void DeviceCommunicator::Impl::prepare_program(const Call& call, const DeviceOpt
     std::copy(u.channels.begin(), u.channels.end(), c.channel);
     c.cells = program.scratch_cells;
     c.cell_bytes = (segment * e + 63) / 64 * 64;
+    c.together = static_cast<int>(
+        std::min<std::uint64_t>(kTogether, (l.segments + c.lanes - 1) / c.lanes));
     made->grid = c.lanes * c.channels;
-    c.scratch = scratch(c.cell_bytes * c.cells * made->grid);
+    c.scratch = scratch(c.cell_bytes * c.cells * c.together * made->grid);
   }
 }
 

@@ -1,7 +1,7 @@
 // The interpreter: one kernel that runs the lowered program of any schedule (csrc/plan.hpp).
 //
 // A block is a strand: a channel and a lane. It walks the channel's steps for the segments of its
-// lane, and meets peers in FIFOs, which lie in the receiver's memory:
+// lane, a few segments together, and meets peers in FIFOs, which lie in the receiver's memory:
 //
 //   sender                                   receiver
 //   wait until the slot is released          wait until the slot is filled
@@ -142,9 +142,16 @@ class Strand {
     epoch_ = epoch;
     const int q = threadIdx.x;
     const int steps = call_.channel[channel_].steps;
+    const u64 segments = call_.layout.segments, batch = u64(call_.lanes) * call_.together;
     bool whole = true;
-    for (u64 s = lane_; whole && s < call_.layout.segments; s += call_.lanes)
-      for (int i = 0; whole && i < steps; ++i) whole = run_step(i, s);
+    // Each step for all segments of a batch: while one is on its way, the others are worked at. Both
+    // ends of a FIFO do so, and messages keep their order, as (batch, step, segment).
+    for (u64 first = lane_; whole && first < segments; first += batch)
+      for (int i = 0; whole && i < steps; ++i)
+        for (at_ = 0; whole && at_ < call_.together; ++at_) {
+          const u64 s = first + u64(call_.lanes) * at_;
+          if (s < segments) whole = run_step(i, s);
+        }
     __syncthreads();
     if (q < world_.nranks) {
       FifoControl& control = fifo_of(world_, world_.rank, q, strand_);
@@ -164,8 +171,8 @@ class Strand {
       Job& job = shared_.job[turn_ & 1];
       ++turn_;
       if (threadIdx.x == 0) {
+        prepare(job, step, step.first_piece + k, s, at);  // while messages are on their way
         job.leave = k == 0 && !wait(step, number, s);
-        if (!job.leave) prepare(job, step, step.first_piece + k, s, at);
       }
       __syncthreads();
       if (job.leave) return false;
@@ -232,7 +239,9 @@ class Strand {
         return call_.output +
                output_span(call_.layout, piece.chunk, s).offset * call_.arithmetic.element;
       case Space::scratch:
-        return call_.scratch + (u64(strand_) * call_.cells + place.index) * call_.cell_bytes;
+        return call_.scratch +
+               ((u64(strand_) * call_.together + at_) * call_.cells + place.index) *
+                   call_.cell_bytes;
       case Space::none:
         break;
     }
@@ -288,6 +297,7 @@ class Strand {
   Shared& shared_;
   u64 epoch_ = 0;
   int strand_, channel_, lane_;
+  int at_ = 0;  // of the batch: the segment that is worked at
   ReduceJob reduce_;
   const Step* steps_;    // of the channel
   const Piece* pieces_;  // of the channel: steps count from the first of these
