@@ -124,7 +124,12 @@ def test_quantities_may_have_units(capsys):
     ("arguments", "words"),
     [
         ("--params 0 --ranks 2", "no positive number"),
-        ("--params 1e9 --ranks 6 --node 4", "6 ranks are no whole nodes of 4"),
+        ("--params 1e9 --ranks 6 --node 4 --hybrid", "6 ranks are no whole nodes of 4"),
+        ("--params 1e9 --ranks 8 --node 4", "--node goes with --hybrid"),
+        ("--params 1e9 --ranks 8 --bandwidth 1e9", "--bandwidth goes with --flops"),
+        ("--params 1e9 --ranks 8 --latency 1e-3", "--latency goes with --flops"),
+        ("--params 1e9 --ranks 8 --overlap 0", "--overlap goes with --flops"),
+        ("--params 1e9 --ranks 8 --checkpointing", "--checkpointing goes with --flops"),
         ("--params 1e9 --ranks 6 --hybrid", "--hybrid needs --node"),
         ("--params 1e9 --ranks 2 --optimizer adma", "did you mean 'adam'"),
         (

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = _common.positive
     parser.add_argument("--params", type=_common.count, required=True, help="parameters: 7e9 or 7B")
     parser.add_argument("-n", "--ranks", type=number, required=True, help="ranks that train")
-    parser.add_argument("--node", type=number, help="ranks of a node")
+    parser.add_argument("--node", type=number, help="ranks of a node, for --hybrid")
     parser.add_argument("--hybrid", action="store_true", help="share within nodes alone")
     parser.add_argument(
         "--precision", type=_common.one_of("precision", BYTES), default="bf16", help="(bf16)"
@@ -88,8 +88,26 @@ def _share(text: str) -> float:
     return value
 
 
+# What only the time of a step goes by.
+_OF_TIME = ("bandwidth", "latency", "overlap", "checkpointing")
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Raises ValueError for an option that would change no figure."""
+    if args.hybrid and args.node is None:
+        raise ValueError("--hybrid needs --node, the ranks of a node")
+    if args.node is not None and not args.hybrid:
+        raise ValueError("--node goes with --hybrid: otherwise all ranks share alike")
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    for name in _OF_TIME if args.flops is None else ():
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name} goes with --flops: no times are predicted without")
+
+
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
+    _refuse_unused(args)
     job = Job(
         params=args.params,
         ranks=args.ranks,
@@ -108,8 +126,6 @@ def run(args: argparse.Namespace) -> int:
         overlap=args.overlap,
         checkpoint=args.checkpointing,
     )
-    if job.hybrid and job.node is None:
-        raise ValueError("--hybrid needs --node, the ranks of a node")
     _common.check_writable(args.json, args.png)
     stages = plan(job)
     print("\n".join(_table(job, stages)))
