@@ -122,3 +122,40 @@ def test_module_refuses_other_shapes():
 
     with pytest.raises(ValueError, match="1-d"):
         cc.run_threads(1, lambda comm: SyncBatchNorm(3, comm)(torch.zeros(3)))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_gradients_of_weight_and_bias_have_their_dtype(precision):
+    """Sums over a batch are more than float16 holds, and finer than bfloat16."""
+    torch = pytest.importorskip("torch")
+    from collectives.train.torch_batch_norm import SyncBatchNorm
+
+    torch.manual_seed(0)
+    x, g = (torch.randn(64, 4, 50).to(getattr(torch, precision)) for _ in "xg")
+    g *= 1000
+    module = torch.nn.BatchNorm1d(4).double()
+    module(x.double()).backward(g.double())
+
+    def body(comm):
+        mine = SyncBatchNorm(4, comm)
+        mine(x).backward(g)
+        return [mine.weight.grad, mine.bias.grad]
+
+    wanted = [module.weight.grad, module.bias.grad]
+    assert max(abs(w).max() for w in wanted) > 65504
+    for ours, theirs in zip(cc.run_threads(1, body)[0], wanted, strict=True):
+        assert torch.allclose(ours.double(), theirs, rtol=1e-5)
+
+
+@pytest.mark.torch
+def test_one_module_in_several_places_is_converted_in_all():
+    torch = pytest.importorskip("torch")
+    from collectives.train.torch_batch_norm import SyncBatchNorm
+
+    norm = torch.nn.BatchNorm1d(3)
+    net = torch.nn.Sequential(norm, torch.nn.ReLU(), norm, torch.nn.Sequential(norm))
+    mine = cc.run_threads(1, lambda comm: SyncBatchNorm.convert(net, comm))[0]
+    assert isinstance(mine[0], SyncBatchNorm)
+    assert mine[0] is mine[2] is mine[3][0]
+    assert mine[0].weight is norm.weight

@@ -84,8 +84,8 @@ def sync_batch_norm(
     weight, bias  one number for each channel; 1 and 0 if None
 
     Returns the result in the dtype of x, the statistics, and a function for backward, collective
-    too: given the gradient of the result it returns those of x, weight and bias; the latter two
-    are this rank's part, to be summed like any other gradient.
+    too: given the gradient of the result it returns those of x, weight and bias, each in its dtype
+    (that of x for None); the latter two are this rank's part, to be summed like any other gradient.
     """
     a = native(x, "batch_norm: x")
     xp = namespace(a)
@@ -97,6 +97,7 @@ def sync_batch_norm(
     def wide(values: Any) -> Any:
         return xp.asarray(values, np.float64).reshape(shape)
 
+    kinds = [a.dtype if part is None else native(part).dtype for part in (weight, bias)]
     scale = wide(1 / np.sqrt(found.var + eps))
     normal = (a.astype(np.float64) - wide(found.mean)) * scale
     gain = wide(native(weight)) if weight is not None else wide(np.ones(a.shape[axis]))
@@ -110,9 +111,8 @@ def sync_batch_norm(
         own = sums.copy()
         comm.all_reduce(sums, order="rank")
         back = g - wide(sums[0] / found.elements) - normal * wide(sums[1] / found.elements)
-        kind = a.dtype
-        dx = (back * gain * scale).astype(kind)
-        return dx, xp.asarray(own[1]).astype(kind), xp.asarray(own[0]).astype(kind)
+        dw, db = (xp.asarray(own[i]).astype(kind) for i, kind in ((1, kinds[0]), (0, kinds[1])))
+        return (back * gain * scale).astype(a.dtype), dw, db
 
     return y.astype(a.dtype), found, backward
 

@@ -19,15 +19,19 @@ class _Normalise(torch.autograd.Function):
     ) -> Any:
         parts = [None if t is None else t.detach() for t in (weight, bias)]
         y, found, ctx.back = sync_batch_norm(comm, x.detach().contiguous(), *parts, eps=eps)
-        ctx.has = (weight is not None, bias is not None)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
         told.append(found)
-        return _like(y, x)
+        return _as(y, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
-        dx, dw, db = (_like(g, grad) for g in ctx.back(grad.contiguous()))
-        return dx, dw if ctx.has[0] else None, db if ctx.has[1] else None, None, None, None
+        found = ctx.back(grad.contiguous())
+        dx, dw, db = (
+            None if dtype is None else _as(g, dtype)
+            for g, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return dx, dw, db, None, None, None
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
@@ -72,32 +76,39 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     @classmethod
     def convert(cls, module: Any, comm: Communicator) -> Any:
         """The module with every BatchNorm in it replaced by one of these, with its parameters and
-        statistics.
+        statistics; one that stands in several places by the same one in all of them.
         """
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(
-            module, cls
-        ):
-            made = cls(
-                module.num_features,
-                comm,
-                eps=module.eps,
-                momentum=module.momentum,
-                affine=module.affine,
-                track_running_stats=module.track_running_stats,
-            )
-            for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-                setattr(made, part, getattr(module, part))
-            made.training = module.training
-            return made
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, comm))
-        return module
+        made = {
+            part: cls._in_place_of(part, comm)
+            for part in module.modules()
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(part, cls)
+        }
+        for parent in list(module.modules()):
+            for name, child in list(parent._modules.items()):
+                if child in made:
+                    setattr(parent, name, made[child])
+        return made.get(module, module)
+
+    @classmethod
+    def _in_place_of(cls, module: Any, comm: Communicator) -> Any:
+        made = cls(
+            module.num_features,
+            comm,
+            eps=module.eps,
+            momentum=module.momentum,
+            affine=module.affine,
+            track_running_stats=module.track_running_stats,
+        )
+        for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(made, part, getattr(module, part))
+        made.training = module.training
+        return made
 
 
-def _like(x: Any, other: Any) -> Any:
-    """An array of numpy or cupy as a tensor like `other`."""
+def _as(x: Any, dtype: Any) -> Any:
+    """An array of numpy or cupy as a tensor."""
     if hasattr(x, "get"):
-        return torch.from_dlpack(x).to(other.dtype)
+        return torch.from_dlpack(x).to(dtype)
     if x.dtype.name == "bfloat16":
         x = x.astype("float32")
-    return torch.from_numpy(x).to(other.dtype)
+    return torch.from_numpy(x).to(dtype)
