@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .errors import MismatchError
 
 if TYPE_CHECKING:
@@ -14,10 +16,19 @@ if TYPE_CHECKING:
 _SHOWN = 5  # differences that a message lists
 
 
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python, for JSON, which asks for what it does not hold."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
+
+
 def exchange(comm: Communicator, value: Any) -> list[Any]:
-    """What all ranks give, in rank order. Collective; `value` is anything that JSON holds."""
+    """What all ranks give, in rank order. Collective; `value` is anything that JSON holds, with
+    numbers of numpy.
+    """
     comm._check_open()
-    answers = comm._bootstrap.all_gather(json.dumps(value).encode())
+    answers = comm._bootstrap.all_gather(json.dumps(value, default=plain).encode())
     return [json.loads(answer) for answer in answers]
 
 

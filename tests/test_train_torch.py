@@ -382,6 +382,17 @@ def test_the_schedule_of_an_optimizer_of_torch():
     assert cc.run_threads(1, body, timeout=20) == [wanted]
 
 
+def test_settings_of_an_optimizer_of_torch_that_numpy_calculated():
+    """They are compared by what they are."""
+
+    def body(comm):
+        net = seeded()
+        rate = np.float64(0.1) if comm.rank else 0.1
+        make(comm, net=net, optimizer=torch.optim.SGD(net.parameters(), lr=rate))
+
+    cc.run_threads(2, body, timeout=20)
+
+
 def test_optimizers_of_torch_that_cannot_be_in_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors")
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..agreement import on_rank_0
+from ..agreement import on_rank_0, plain
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -52,11 +52,11 @@ class Metrics:
     def json(self) -> str:
         """One line; what is not finite is null."""
         fields = dataclasses.asdict(self) | {"samples_per_second": self.rate}
-        plain = {
+        finite = {
             k: None if isinstance(v, float) and not abs(v) < float("inf") else v
             for k, v in fields.items()
         }
-        return json.dumps(plain)
+        return json.dumps(finite, default=plain)
 
 
 class Log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,9 +55,11 @@ class Sampler:
             raise ValueError(f"last={last!r}; {did_you_mean(str(last), _LAST)}")
         if samples < 1 or micro < 1 or accumulate < 1:
             raise ValueError("samples, micro and accumulate must be at least 1")
+        # Numbers of Python, also of those of numpy: `state` is for JSON.
+        samples, seed, batch = map(index, (samples, seed, micro * accumulate * comm.size))
         self.samples = samples
         self.rank, self.ranks = comm.rank, comm.size
-        self.batch = micro * accumulate * comm.size  # the global one
+        self.batch = batch  # the global one
         self.seed, self.shuffle, self.last = seed, shuffle, last
         if last == "drop" and samples < self.batch:
             raise ValueError(

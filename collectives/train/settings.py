@@ -8,6 +8,8 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..agreement import agree
 from ..array import dtype_name
 from ..errors import ArrayTypeError, did_you_mean
@@ -79,6 +81,8 @@ def text_of(value: Any) -> str:
                 "one, or an object with a __call__"
             )
         return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, np.generic):
+        return repr(value.item())  # 0.1, whether numpy calculated it or not
     kind = type(value)
     if dataclasses.is_dataclass(value):
         held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

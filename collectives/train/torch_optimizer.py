@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..array import dtype_name, native
@@ -42,9 +43,11 @@ class TorchOptimizer:
                     "not the module's"
                 )
             names.append(tuple(named[id(p)] for p in group["params"] if p.requires_grad))
-            settings.append(repr({k: v for k, v in group.items() if k != "params"}))
-        held = {name for part in names for name in part}
-        lost = [name for name in named.values() if name not in held]
+            held = {k: v for k, v in group.items() if k != "params"}
+            plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in held.items()}
+            settings.append(repr(plain))
+        stepped = {name for part in names for name in part}
+        lost = [name for name in named.values() if name not in stepped]
         if lost:
             raise ValueError(f"the optimizer does not hold parameter {lost[0]!r}")
         return cls(type(optimizer).__name__, tuple(settings), tuple(names))
