@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from collectives.train import (
     Sampler,
     Trainer,
     WarmUp,
+    checkpoint,
 )
 
 NODES = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1], 5: [0, 0, 1, 1, 1]}
@@ -230,6 +232,10 @@ DAMAGE = {
     "file gone": (lambda p: shard_file(p, 0).unlink(), r"which holds '\w+/\w+@\d+', is missing"),
     "no index": (lambda p: (p / "checkpoint.json").unlink(), "holds no checkpoint"),
     "index cut": (lambda p: cut_short(p / "checkpoint.json"), "is cut short or damaged"),
+    "index of no text": (
+        lambda p: (p / "checkpoint.json").write_bytes(b'{"format": 4, "content": "\xff"}'),
+        r"checkpoint\.json is cut short or damaged",
+    ),
     "format": (old_format, "has format 2, known is 4: another version of this package wrote it"),
     "index changed": (
         lambda p: edit_index(p, lambda i: i.update(updates=7), seal=False),
@@ -304,11 +310,40 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path):
 
     def body(comm):
         trainer = make(comm, function=models.loss_and_grads)
-        with pytest.raises(cc.CollectiveError, match="cannot write"):
-            trainer.save(tmp_path / "file" / "run")
+        for path in (tmp_path / "file" / "run", tmp_path / ("run" * 100)):  # too long a name
+            with pytest.raises(cc.CollectiveError, match="cannot write"):
+                trainer.save(path)
         trainer.save(tmp_path / "run")
 
-    cc.run_threads(2, body, timeout=60)
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_saves_on_a_full_disk_do_not_pile_up(tmp_path, monkeypatch):
+    """What one has left makes room for the next; the last good one stays until then."""
+    write = checkpoint._write
+
+    def full(path, data):
+        write(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def body(comm):
+        trainer = make(comm, (1, None), function=models.loss_and_grads, accumulate=1)
+        batch = models.part_of((X, Y), comm.rank, comm.size)
+        trainer.step(batch)
+        trainer.save(tmp_path)
+        for _ in range(3):
+            trainer.step(batch)
+            comm.barrier()
+            monkeypatch.setattr(checkpoint, "_write", full)
+            with pytest.raises(cc.CollectiveError, match="No space left"):
+                trainer.save(tmp_path)
+            assert len(list(tmp_path.glob("generation-*"))) == 2
+            comm.barrier()
+            monkeypatch.setattr(checkpoint, "_write", write)
+        trainer.load(tmp_path)
+        assert trainer.updates == 1
+
+    cc.run_threads(2, body, timeout=20)
 
 
 def test_only_the_last_generation_stays(tmp_path):
@@ -454,6 +489,28 @@ def test_a_sampler_that_does_not_fit_changes_nothing(tmp_path):
             assert other.updates == 0
 
     cc.run_threads(2, body, timeout=20)
+
+
+def test_numbers_of_numpy(tmp_path):
+    """As settings, and beside those of Python that are equal."""
+
+    def body(comm):
+        for kind in (np.float32, float):
+            sampler = Sampler(np.int64(60), comm, micro=np.int64(5), seed=np.int32(1))
+            trainer = Trainer(
+                models.loss_and_grads, AdamW(lr=kind(0.25)), comm, params=models.parameters(),
+                sharding=np.int64(1), accumulate=np.int64(2), clip_norm=np.float32(0.5),
+                schedule=Cosine(np.int64(9)), metrics=tmp_path / "metrics.jsonl",
+            )  # fmt: skip
+            if kind is float:
+                trainer.load(tmp_path, sampler=sampler)
+            trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+            trainer.save(tmp_path, sampler=sampler)
+        json.dumps(sampler.state())
+
+    cc.run_threads(2, body, timeout=20)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 class Broken:

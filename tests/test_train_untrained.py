@@ -170,8 +170,8 @@ def test_buffers_that_are_not_contiguous(tmp_path):
 def test_buffers_of_many_dtypes(tmp_path):
     torch = pytest.importorskip("torch")
     kinds = (
-        torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64, torch.bfloat16,
-        torch.float16, torch.float64, torch.float8_e4m3fn,
+        torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64, torch.complex128,
+        torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn,
     )  # fmt: skip
 
     def body(comm):
@@ -186,7 +186,7 @@ def test_buffers_of_many_dtypes(tmp_path):
         trainers[1].load(tmp_path)
         found = [getattr(nets[1], f"b{i}") for i in range(len(kinds))]
         assert tuple(x.dtype for x in found) == kinds
-        return [bool((x.to(torch.complex64) == 1).all()) for x in found], int(nets[1].number)
+        return [bool((x.to(torch.complex128) == 1).all()) for x in found], int(nets[1].number)
 
     told = [True] * len(kinds), 5
     assert cc.run_threads(2, body, timeout=20) == [told] * 2

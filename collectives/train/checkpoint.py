@@ -15,6 +15,7 @@ The format of the arrays is that of https://github.com/huggingface/safetensors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..agreement import exchange
+from ..agreement import exchange, plain
 from ..array import dtype_name, numpy_dtype
 from ..errors import CollectiveError, UnsupportedError, described
 from .sharding import Piece, Shard, host
@@ -68,14 +69,16 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     sampler; the old checkpoint stays.
     """
     safetensors, comm, root = _safetensors(), trainer.comm, Path(path)
-    name = f"generation-{trainer.steps}-"
-    number = 0
+    name = error = ""
     if comm.rank == 0:
-        while (root / f"{name}{number}").exists():
-            number += 1
-    name += str(exchange(comm, number)[0])
+        try:
+            name = _begin(root, trainer.steps)
+        except OSError as problem:
+            error = f"rank 0 cannot write to {root}: {problem}"
+    name, error = exchange(comm, [name, error])[0]
+    if error:
+        raise CheckpointError(error, rank=comm.rank)
     folder = root / name
-    error = ""
     entries: dict[str, Any] = {}
     file = f"rank-{comm.rank}.safetensors"
     theirs: dict[str, Any] = {}  # what an optimizer of torch keeps besides arrays
@@ -90,7 +93,8 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             if _writes(trainer):
                 arrays |= found
         if arrays:
-            _write(folder / file, safetensors.numpy.save(arrays))
+            stored = {key: _as_real(x) for key, x in arrays.items()}
+            _write(folder / file, safetensors.numpy.save(stored))
         entries = {
             key: {
                 "file": file,
@@ -133,9 +137,25 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             error = f"rank 0 cannot write to {root}: {problem}"
     _raise_any(comm, error)
     if comm.rank == 0:
-        for old in root.glob("generation-*"):
-            if old.name != name:
-                shutil.rmtree(old, ignore_errors=True)
+        _remove_but(root, name)
+
+
+def _begin(root: Path, steps: int) -> str:
+    """A name for a new generation. Those that saves cut short have left make room for it."""
+    if len(list(root.glob("generation-*"))) > 1:
+        with contextlib.suppress(CheckpointError):  # what cannot be read is left as it is
+            _remove_but(root, _index(root)["generation"])
+    number = 0
+    while (root / f"generation-{steps}-{number}").exists():
+        number += 1
+    return f"generation-{steps}-{number}"
+
+
+def _remove_but(root: Path, name: str) -> None:
+    """Removes all generations but one."""
+    for old in root.glob("generation-*"):
+        if old.name != name:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _writes(trainer: Trainer) -> bool:
@@ -173,8 +193,9 @@ def _own_arrays(trainer: Trainer) -> dict[str, Any]:
 
 def _sealed(index: Mapping[str, Any]) -> bytes:
     """The text of checkpoint.json."""
-    sum_of = zlib.crc32(json.dumps(index).encode())
-    return json.dumps({"format": _FORMAT, "crc32": sum_of, "content": index}).encode()
+    content = json.dumps(index, default=plain)
+    whole = {"format": _FORMAT, "crc32": zlib.crc32(content.encode()), "content": index}
+    return json.dumps(whole, default=plain).encode()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -194,6 +215,11 @@ def _flush(folder: Path) -> None:
 
 def _raw(x: Any) -> Any:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _as_real(x: Any) -> Any:
+    """The array, or if it is complex its numbers: the format of the files has no complex128."""
+    return x.reshape(-1).view(x.real.dtype) if x.dtype.kind == "c" else x
 
 
 def _raise_any(comm: Any, error: str) -> None:
@@ -290,13 +316,13 @@ def _torch_keys(index: Mapping[str, Any], name: str) -> list[str]:
 
 def _index(root: Path) -> dict[str, Any]:
     try:
-        text = (root / INDEX).read_text(encoding="utf-8")
+        text = (root / INDEX).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{root} holds no checkpoint: there is no {INDEX}") from None
     try:
         whole = json.loads(text)
         kind = whole["format"]
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{root / INDEX} is cut short or damaged") from None
     if kind != _FORMAT:
         raise CheckpointError(
