@@ -40,6 +40,23 @@ def test_a_list_of_batches_is_the_micro_batches(batches):
         micro_batches(batches, 3)
 
 
+@pytest.mark.parametrize(
+    ("other", "error", "words"),
+    [
+        (None, TypeError, "holds a NoneType without samples; with accumulate, pass a list"),
+        (3, TypeError, "holds a int without samples"),
+        (np.array(3), TypeError, "holds a ndarray without samples"),
+        (np.ones((9, 2)), ValueError, r"a batch of 6 samples .* an array of \(9, 2\)"),
+    ],
+)
+def test_what_has_other_samples_is_not_cut(other, error, words):
+    """Weights of classes, say, would lose some."""
+    for batch in ((X, other), {"x": X, "more": [other]}):
+        assert micro_batches(batch, 1) == [batch]
+        with pytest.raises(error, match=words):
+            micro_batches(batch, 2)
+
+
 @pytest.mark.torch
 def test_what_a_data_loader_makes():
     torch = pytest.importorskip("torch")

@@ -149,7 +149,18 @@ def test_parameters_used_in_different_orders():
         ({"reduce_dtype": "int32"}, "reduce_dtype='int32' cannot hold gradients"),
         ({"reduce_dtype": "bool"}, "reduce_dtype='bool'"),
         ({"reduce_dtype": np.complex64}, "reduce_dtype='complex64'"),
-        ({"groups": [{"params": ["w1"], "lr": -1.0}]}, "must be >= 0"),
+        ({"groups": [{"params": ["w1"], "lr": -1.0}]}, "lr=-1.0 must be a finite number, >= 0"),
+        (
+            {"groups": [{"params": ["w1"], "lr": "1e-3"}]},
+            "AdamW: lr='1e-3' must be a finite number",
+        ),
+        ({"groups": [{"params": [], "lr": 1.0}]}, "groups: {'params': [], 'lr': 1.0} names no"),
+        (
+            {"groups": [{"params": [np.ones(2)]}]},
+            "groups: 'params' holds a ndarray; it takes names",
+        ),
+        ({"groups": {"params": ["w1"]}}, "groups is a list of dicts, such as"),
+        ({"groups": ["w1"]}, "groups is a list of dicts, such as"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
 )

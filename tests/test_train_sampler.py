@@ -93,6 +93,17 @@ def test_a_sampler_that_leaves_all_out():
         Sampler(5, Rank(0, 3), micro=2, last="dorp")
 
 
+def test_a_sampler_is_given_numbers():
+    """Not the data, as those of torch are, nor a quotient."""
+    for samples, micro, words in (
+        ([1, 2, 3], 1, "samples is a list, and must be a whole number"),
+        (np.zeros((4, 2)), 1, "samples is a ndarray"),
+        (100, 64 / 4, "micro is a float"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            Sampler(samples, Rank(0, 3), micro=micro)
+
+
 # ---- schedules ----------------------------------------------------------------------------------
 
 
@@ -108,6 +119,10 @@ def test_schedules():
     assert [round(warm(s), 6) for s in (4, 5)] == [1, 0.1]
     with pytest.raises(ValueError, match="ascend"):
         Steps((5, 3))
+    for kind in (Cosine, WarmUp):
+        assert kind(0)(1) in (0, 1)
+        with pytest.raises(ValueError, match=f"{kind.__name__}: steps=-500 must be >= 0"):
+            kind(500 - 1000)
 
 
 def test_the_schedule_sets_the_rate_of_each_step():

@@ -37,8 +37,25 @@ def samples(batch: Any) -> int:
 
 
 def cut(batch: Any, low: int, high: int) -> Any:
-    """Samples low to high."""
-    return each_array(batch, lambda x: x[low:high])
+    """Samples low to high. Raises TypeError or ValueError for what has not as many as `samples`."""
+    total = samples(batch)
+
+    def part(x: Any) -> Any:
+        shape = tuple(getattr(x, "shape", ()))
+        if not shape:
+            raise TypeError(
+                f"a batch that is split holds a {type(x).__name__} without samples; {_UNCUT}"
+            )
+        if shape[0] != total:
+            raise ValueError(
+                f"a batch of {total} samples that is split holds an array of {shape}; {_UNCUT}"
+            )
+        return x[low:high]
+
+    return each_array(batch, part)
+
+
+_UNCUT = "with accumulate, pass a list of the micro-batches themselves"
 
 
 def micro_batches(batch: Any, parts: int) -> list[Any]:

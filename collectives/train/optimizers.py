@@ -40,8 +40,16 @@ class Optimizer:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             number = getattr(self, field.name)
-            if not isinstance(number, bool) and not (math.isfinite(number) and number >= 0):
-                raise ValueError(f"{type(self).__name__}: {field.name}={number} must be >= 0")
+            if isinstance(number, bool):
+                continue
+            try:
+                good = math.isfinite(number) and number >= 0
+            except TypeError:  # of YAML 1e-3 comes as text
+                good = False
+            if not good:
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name}={number!r} must be a finite number, >= 0"
+                )
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -52,6 +52,10 @@ def parameter_groups(
             f"optimizer is a {type(optimizer).__name__}; pass one of collectives.train: SGD, "
             "Adam, AdamW, LARS, LAMB, or for a module one of torch's"
         )
+    if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(
+            "groups is a list of dicts, such as [{'params': ['*bias'], 'weight_decay': 0.0}]"
+        )
     for group in groups:
         settings = dict(group)
         patterns = settings.pop("params", None)
@@ -59,8 +63,14 @@ def parameter_groups(
             raise ValueError(
                 f"groups: {dict(group)} does not say whose it is; name parameters under 'params'"
             )
-        if isinstance(patterns, str):
-            patterns = [patterns]
+        patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+        if not patterns:
+            raise ValueError(f"groups: {dict(group)} names no parameter")
+        other = [type(pattern).__name__ for pattern in patterns if not isinstance(pattern, str)]
+        if other:
+            raise ValueError(
+                f"groups: 'params' holds a {other[0]}; it takes names of parameters and patterns"
+            )
         try:
             optimizers.append(dataclasses.replace(optimizer, **settings))
         except TypeError as error:

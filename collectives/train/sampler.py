@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from operator import index
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,10 +53,15 @@ class Sampler:
     ) -> None:
         if last not in _LAST:
             raise ValueError(f"last={last!r}; {did_you_mean(str(last), _LAST)}")
+        numbers: dict[str, Any] = {"samples": samples, "micro": micro, "seed": seed}
+        for name, given in (numbers | {"accumulate": accumulate}).items():
+            if not isinstance(given, Integral):
+                kind = type(given).__name__
+                raise TypeError(f"Sampler: {name} is a {kind}, and must be a whole number")
         if samples < 1 or micro < 1 or accumulate < 1:
             raise ValueError("samples, micro and accumulate must be at least 1")
         # Numbers of Python, also of those of numpy: `state` is for JSON.
-        samples, seed, batch = map(index, (samples, seed, micro * accumulate * comm.size))
+        samples, seed, batch = map(int, (samples, seed, micro * accumulate * comm.size))
         self.samples = samples
         self.rank, self.ranks = comm.rank, comm.size
         self.batch = batch  # the global one

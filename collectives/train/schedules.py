@@ -51,6 +51,12 @@ class Constant(Schedule):
         return 1.0
 
 
+def _check_steps(schedule: Cosine | WarmUp) -> None:
+    """A number of steps is easily a difference that got below 0."""
+    if schedule.steps < 0:
+        raise ValueError(f"{type(schedule).__name__}: steps={schedule.steps} must be >= 0")
+
+
 @dataclasses.dataclass(frozen=True)
 class Cosine(Schedule):
     """From 1 down to `floor` over `steps` steps along half a cosine: Loshchilov and Hutter, SGDR
@@ -59,6 +65,9 @@ class Cosine(Schedule):
 
     steps: int
     floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
 
     def __call__(self, step: int) -> float:
         share = min(1.0, step / max(1, self.steps))
@@ -90,6 +99,9 @@ class WarmUp(Schedule):
     steps: int
     after: Schedule = dataclasses.field(default_factory=Constant)
     start: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
 
     def __call__(self, step: int) -> float:
         if step >= self.steps:
