@@ -159,3 +159,20 @@ def test_one_module_in_several_places_is_converted_in_all():
     assert isinstance(mine[0], SyncBatchNorm)
     assert mine[0] is mine[2] is mine[3][0]
     assert mine[0].weight is norm.weight
+
+
+@pytest.mark.torch
+def test_gradients_of_gradients_are_refused():
+    """Those of a penalty on gradients would lack what goes through the statistics."""
+    torch = pytest.importorskip("torch")
+    from collectives.train.torch_batch_norm import SyncBatchNorm
+
+    def body(comm):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4, comm))
+        x = torch.randn(8, 3, requires_grad=True)
+        (grad,) = torch.autograd.grad(net(x).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+    cc.run_threads(1, body)

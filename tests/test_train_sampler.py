@@ -72,6 +72,21 @@ def test_the_sampler_goes_on_in_mid_epoch():
     assert first + rest == whole
 
 
+def test_the_sampler_goes_back_while_it_is_gone_through():
+    """As after a loss that ran away, to a checkpoint of the epoch before."""
+    whole = [i.tolist() for i in Sampler(12, Rank(0, 1), micro=3)]
+    sampler = Sampler(12, Rank(0, 1), micro=3)
+    steps = iter(sampler)
+    next(steps)
+    state = sampler.state()
+    list(steps)
+    steps = iter(sampler)
+    next(steps)
+    sampler.load(state)
+    assert [i.tolist() for i in steps] == whole[1:]
+    assert (sampler.epoch, sampler.position) == (1, 0)
+
+
 def test_the_sampler_moves_to_another_number_of_ranks():
     found = samplers(48, 2, micro=4)
     taken = [int(i) for s in found for _ in range(3) for i in next(iter(s))]

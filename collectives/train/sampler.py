@@ -99,10 +99,12 @@ class Sampler:
 
     def __iter__(self) -> Iterator[np.ndarray[Any, Any] | None]:
         """What is left of the epoch: this rank's indices for each step, None where it has none."""
-        order = self.order(self.epoch)
-        if self.last == "pad":
-            order = np.resize(order, len(self) * self.batch)
+        epoch, order = -1, np.empty(0, np.int64)
         while self.position < len(self):
+            if epoch != self.epoch:  # at first, or what `load` went to
+                epoch, order = self.epoch, self.order(self.epoch)
+                if self.last == "pad":
+                    order = np.resize(order, len(self) * self.batch)
             low = self.position * self.batch
             part = np.array_split(order[low : low + self.batch], self.ranks)[self.rank]
             self.position += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .batch_norm import sync_batch_norm
 
@@ -24,6 +25,7 @@ class _Normalise(torch.autograd.Function):
         return _as(y, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
         found = ctx.back(grad.contiguous())
