@@ -41,10 +41,10 @@ class BaseGroup(dist.ProcessGroup):
         self._store = meeting.store
         self._name, self._description = name, "undefined"
         # All that this group has in the store, which may have served one of the same name before.
-        self._apart = apart = meeting.set_apart("group")
-        self._main = MainTrack(apart.connect())
+        self._apart = meeting.set_apart("group")
+        self._main = MainTrack(self._apart.connect())
         self._callbacks = CallbackTrack(
-            lambda: apart.join("callbacks"), meeting.rank, meeting.timeout
+            lambda stop: self._apart.join("callbacks", stop), meeting.rank, meeting.timeout
         )
         self._beside: MainTrack | None = None  # of reduce_scatters that go on beside all else
         self._reducing: list[PendingWork] = []
@@ -131,6 +131,7 @@ class BaseGroup(dist.ProcessGroup):
         for track in self._tracks:
             track.comm._core.timeout = seconds
         self._callbacks.set_timeout(seconds)
+        self._apart = self._apart._replace(timeout=seconds)  # for communicators that come later
 
     _set_default_timeout = set_timeout
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from ..bootstrap.groups import name_ranks
 from ..bootstrap.mpi import import_mpi
 from ..bootstrap.wire import GRACE
 from ..communicator import Communicator
-from ..errors import BootstrapError
+from ..errors import BootstrapError, ClosedError
 from .rendezvous import met_through_mpi
 
 
@@ -48,26 +49,28 @@ class Meeting(NamedTuple):
     members: Sequence[int]
     apart: str = ""
 
-    def set_apart(self, name: str) -> Meeting:
+    def set_apart(self, name: str, stop: threading.Event | None = None) -> Meeting:
         """The same ranks, with a part of the store in which there is nothing yet; collective.
-        `name` tells what is set apart at the same time by several threads.
+        `name` tells what is set apart at the same time by several threads; `stop` ends the wait.
 
-        Raises BootstrapError that names the ranks that are missing after the timeout.
+        Raises BootstrapError that names the ranks that are missing after the timeout, ClosedError
+        if `stop` is set.
         """
         if self.size == 1:
             return self
-        apart = self._lead(name) if self.rank == 0 else self._follow(name)
+        stop = stop or threading.Event()
+        apart = self._lead(name, stop) if self.rank == 0 else self._follow(name, stop)
         return self._replace(store=dist.PrefixStore(apart, self.store), apart=apart)
 
-    def join(self, name: str) -> Communicator:
-        """A communicator of all ranks of the group; collective. `name` as in `set_apart`."""
-        return self.set_apart(name).connect()
+    def join(self, name: str, stop: threading.Event | None = None) -> Communicator:
+        """A communicator of all ranks of the group; collective. The rest as in `set_apart`."""
+        return self.set_apart(name, stop).connect()
 
     def connect(self) -> Communicator:
         """A communicator of all ranks; collective, and once for what was set apart."""
         return Communicator(self._bootstrap())
 
-    def _lead(self, name: str) -> str:
+    def _lead(self, name: str, stop: threading.Event) -> str:
         apart, where = f"{name}/{secrets.token_hex(12)}", f"{name}/met"
 
         def say(words: Mapping[int, str], error: str = "", peer: int = -1) -> None:
@@ -76,7 +79,7 @@ class Meeting(NamedTuple):
 
         say({})
         missing = list(range(1, self.size))
-        for _ in _looks(self.timeout):
+        for _ in _looks(self.timeout, stop):
             missing = [rank for rank in missing if not self.store.check([f"{apart}/{rank}"])]
             if not missing:
                 break
@@ -97,10 +100,10 @@ class Meeting(NamedTuple):
         say(words)
         return apart
 
-    def _follow(self, name: str) -> str:
+    def _follow(self, name: str, stop: threading.Event) -> str:
         where, word, answered = f"{name}/met", secrets.token_hex(12), ""
         # Rank 0 speaks at its own deadline of who is missing, so it gets a little longer.
-        for _ in _looks(self.timeout + GRACE):
+        for _ in _looks(self.timeout + GRACE, stop):
             if not self.store.check([where]):
                 continue
             said = json.loads(bytes(self.store.get(where)))
@@ -134,12 +137,13 @@ class Meeting(NamedTuple):
         )
 
 
-def _looks(seconds: float) -> Iterator[None]:
+def _looks(seconds: float, stop: threading.Event) -> Iterator[None]:
     """When to look at the store: soon, then less often, and once more after `seconds`. An eighth of
-    the time that was waited is lost at most.
+    the time that was waited is lost at most. Raises ClosedError if `stop` is set.
     """
     began = time.monotonic()
     while (waited := time.monotonic() - began) < seconds:
         yield
-        time.sleep(min(seconds - waited, 0.05, max(2e-4, waited / 8)))
+        if stop.wait(min(seconds - waited, 0.05, max(2e-4, waited / 8))):
+            raise ClosedError("the process group was closed before all its ranks had met")
     yield

@@ -31,7 +31,7 @@ from ..array import Stream
 from ..calls import COLLECTIVES, DTYPES
 from ..communicator import Communicator
 from ..device import DeviceEngine
-from ..errors import AbortedError, CollectiveError, DeadlineError
+from ..errors import AbortedError, ClosedError, CollectiveError, DeadlineError
 from ..schedule import is_written
 from ..work import Held
 
@@ -272,20 +272,23 @@ class MainTrack:
 
 
 class Job:
-    """A call on the callback track."""
+    """A call on the callback track. Only who makes it lets go of `keep`: it may end before, where
+    another thread aborts.
+    """
 
     def __init__(self, steps: list[Step], keep: Any) -> None:
         self.steps = steps
-        self._keep = keep
+        self.keep = keep
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._listeners: list[Callable[[], None]] = []
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._keep = None
         with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
             self._ended.set()
             listeners, self._listeners = self._listeners, []
         for tell in listeners:
@@ -313,10 +316,12 @@ class Job:
 class CallbackTrack:
     """Calls that are matched by key. Its communicator comes about with the first of them.
 
-    join  makes a communicator of the ranks, collectively
+    join  makes a communicator of the ranks, collectively, unless the event is set meanwhile
     """
 
-    def __init__(self, join: Callable[[], Communicator], rank: int, timeout: float) -> None:
+    def __init__(
+        self, join: Callable[[threading.Event], Communicator], rank: int, timeout: float
+    ) -> None:
         self._join = join
         self._rank = rank
         self._timeout = timeout
@@ -354,7 +359,7 @@ class CallbackTrack:
 
     def _run(self) -> None:
         try:
-            comm = self._join()
+            comm = self._join(self._closing)
             with self._changed:
                 self._comm = comm
             while True:
@@ -397,10 +402,12 @@ class CallbackTrack:
             for step in job.steps:
                 comm._call(*arguments(comm, step))
         except CollectiveError as error:
+            job.keep = None
             job.end(error)
             if comm._core.broken:
                 raise
         else:
+            job.keep = None
             job.end()
 
     def fail(self, error: BaseException) -> None:
@@ -425,19 +432,20 @@ class CallbackTrack:
             self._comm.abort(reason)
 
     def close(self) -> None:
-        """Ends the track; a call that is still under way ends with an error."""
+        """Ends the track; a call that is still under way, or comes later, ends with an error."""
         with self._changed:
             self._closing.set()
             thread, comm = self._thread, self._comm
             self._changed.notify_all()
-        if thread is None:
-            return
         if comm is not None and (self._waiting or (self._running and not self._running.done())):
             comm.abort("the process group was closed")
+        self.fail(ClosedError("the process group was closed", rank=self._rank))
+        if thread is None:
+            return
         if thread is not threading.current_thread():
             thread.join(self._timeout)
-        if comm is not None:
-            comm.close()
+        if self._comm is not None:  # it may have come about meanwhile
+            self._comm.close()
 
 
 __all__ = [

@@ -57,7 +57,15 @@ def test_one_backend_of_several(backends: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "parts", ["disagreement wrong_arguments again", "lateness", "abort", "leaving"]
+    "parts",
+    [
+        "disagreement wrong_arguments again",
+        "lateness",
+        "timeouts_set_later",
+        "calls_out_of_callbacks_of_closed_groups",
+        "abort",
+        "leaving",
+    ],
 )
 def test_faults(parts: str) -> None:
     ranks(3, "faults.py", *parts.split()).expect(status=0)

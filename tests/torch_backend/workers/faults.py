@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -105,6 +106,50 @@ def lateness() -> None:
         store.set("done", b"")
     else:
         store.wait(["done"])
+
+
+def timeouts_set_later() -> None:
+    """It holds for what waits in the store too, and for communicators that come later."""
+    rank, size = start(seconds=60)
+    store = dist.distributed_c10d._get_default_store()
+    group, beside = dist.new_group(), dist.new_group()
+    for one in (group, beside):
+        one.set_timeout(timedelta(seconds=1))
+    future = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+    if rank == 0:
+        raises(cc.DeadlineError, lambda: dist.monitored_barrier(group), "within 1 s")
+        call = future.then(lambda f: dist.all_reduce(torch.ones(1), group=group))
+        raises(RuntimeError, call.wait, "within 1 s", "are missing")
+        total, parts = torch.empty(1), torch.ones(size)
+        begin = beside.begin_reduce_scatter
+        raises(cc.BootstrapError, lambda: begin(total, parts, dist.ReduceOp.SUM), "within 1 s")
+        store.set("waited", b"")
+    else:
+        store.wait(["waited"])
+    dist.barrier()
+
+
+def calls_out_of_callbacks_of_closed_groups() -> None:
+    """They raise; also one that waits for the other ranks while the group is closed."""
+    rank, _ = start(seconds=60)
+    group = dist.new_group()
+    gate = threading.Event()
+
+    def call(_: object) -> None:
+        if rank:
+            gate.wait()
+        group.allreduce([torch.ones(1)]).wait()
+
+    future = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+    called = future.then(call)
+    future.wait()
+    dist.barrier()
+    if rank:
+        threading.Timer(0.5, gate.set).start()
+    began = time.monotonic()
+    dist.destroy_process_group(group)
+    assert time.monotonic() - began < 30
+    raises(RuntimeError, called.wait, "closed")
 
 
 def abort() -> None:
