@@ -290,9 +290,10 @@ class Schedule:
     def cost(self) -> dict[str, float]:
         """Steps, and what is sent and combined, in units of the whole vector.
 
-        steps messages on the longest chain; sent_max most that a rank sends; sent_total all ranks
-        together; reduced_max most that a rank combines; internode_sent_max most that a node sends
-        to others; messages_max most messages of a rank.
+        steps messages on the longest chain in which each waits for the one before it, as what a
+        rank sends on a channel waits for what comes there in earlier rounds; sent_max most that a
+        rank sends; sent_total all ranks together; reduced_max most that a rank combines;
+        internode_sent_max most that a node sends to others; messages_max most messages of a rank.
         """
         return dict(self._core.cost())
 

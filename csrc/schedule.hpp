@@ -84,7 +84,7 @@ void verify(const Schedule& s);
 // vector; blocked collectives: the sum of all blocks, n times one block; all_to_all: n blocks, what
 // one rank sends in all).
 struct Cost {
-  int steps = 0;                  // messages on the longest dependent chain
+  int steps = 0;                  // messages on the longest chain that wait for each other
   double sent_max = 0;            // largest amount any rank sends, in vectors
   double sent_total = 0;          // all ranks together
   double reduced_max = 0;         // largest amount any rank combines

@@ -89,6 +89,19 @@ def test_equals_the_cost_model_where_ranks_do_alike(collective, ranks):
     assert checked >= 1
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8, 9])
+def test_counts_the_steps_that_the_cost_model_counts(ranks):
+    checked = 0
+    for name in {a["name"] for a in _core.algorithms()} - {"hierarchical"}:
+        for collective in _core.collectives:
+            if why_unsupported(name, collective, ranks):
+                continue
+            steps = schedule(name, collective, ranks).cost()["steps"]
+            assert simulate.simulate(name, collective, 1024, flat(ranks)).steps == steps, name
+            checked += 1
+    assert checked >= 10
+
+
 @pytest.mark.parametrize("ranks", [2, 5, 8, 13])
 def test_broadcast_down_a_chain_pipelines(ranks):
     """K segments over n - 1 hops: the last one leaves after K turns and passes n - 2 more hops."""

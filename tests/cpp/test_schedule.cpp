@@ -329,6 +329,10 @@ void check_costs() {
   expect("recursive_doubling", Collective::barrier, 13, 4, 4);
   expect("bruck", Collective::all_gather, 13, 4, 12.0 / 13);
   expect("bruck", Collective::all_to_all, 16, 4, 2);
+  // Their last round sends nothing that came in the round before, and yet after it.
+  expect("bruck", Collective::all_gather, 5, 3, 4.0 / 5);
+  expect("bruck", Collective::all_to_all, 3, 2, 2.0 / 3);
+  expect("pat", Collective::reduce_scatter, 6, 3, 5.0 / 6);
   expect("pat", Collective::all_gather, 13, 4, 12.0 / 13);
   expect("pat", Collective::reduce_scatter, 13, 4, 12.0 / 13);
   expect("binomial_tree", Collective::broadcast, 16, 4, 4);
