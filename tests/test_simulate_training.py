@@ -153,6 +153,8 @@ def test_training_command(capsys):
         (("--mfu", "2"), "not between 0 and 1"),
         (("--bucket", "25"), "has no unit"),
         (("--algorithm", "binomial_tree"), "nothing can do all_reduce"),
+        (("--layers", "4", "--sharding", "ddp"), "--layers goes with zero-3 and hybrid"),
+        (("--bucket", "1 MB", "--sharding", "zero-3"), "--bucket goes with ddp, zero-1 and zero-2"),
     ],
 )
 def test_training_says_what_is_wrong(capsys, arguments, message):
@@ -325,7 +327,7 @@ links:
         (("--ranks", "8..100"), "100 ranks do not fill nodes of 8"),
         (("-a", "recursive_doubling", "--ranks", "8,16"), "cannot do reduce_scatter"),
         (("--bucket", "1 B"), "take larger buckets"),
-        (("--layers", "100000000"), "fewer layers"),
+        (("--layers", "100000000"), "take fewer layers"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_table(capsys, tmp_path, arguments, message):
@@ -335,6 +337,14 @@ def test_what_cannot_be_is_said_before_the_table(capsys, tmp_path, arguments, me
     status, out, err = run(capsys, "simulate", "training", *words)
     assert (status, out) == (2, "")
     assert message in err
+
+
+def test_buckets_are_counted_where_there_are_some(capsys):
+    """ZeRO-3 has none, however many parameters there are."""
+    large = ("simulate", "training", "--params", "1e14", "--tokens", "1e9")
+    assert run(capsys, *large, "--sharding", "zero-3")[0] == 0
+    status, _, err = run(capsys, *large, "--sharding", "ddp")
+    assert (status, "buckets: take larger buckets" in err) == (2, True)
 
 
 def test_what_was_too_large_is_told_and_replaced(capsys, monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from .. import _core, simulate
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..simulate import training
 from ..simulate.quantities import amount, seconds_text
 from . import _common, _simulated
@@ -107,13 +107,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--layers",
         type=_common.positive,
-        default=default.layers,
         help=f"layers of equal size ({default.layers})",
     )
     add(
         "--bucket",
         type=_quantity,
-        default=default.bucket_bytes,
         help='bytes of a bucket of gradients ("25 MiB")',
     )
     add(
@@ -198,12 +196,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _training(args: argparse.Namespace) -> int:
     topology = simulate.load(args.topology)
+    default = training.Job(params=args.params)
     job = training.Job(
         params=args.params,
         tokens=args.tokens,
         accumulate=args.accumulate,
-        layers=args.layers,
-        bucket_bytes=args.bucket,
+        layers=default.layers if args.layers is None else args.layers,
+        bucket_bytes=default.bucket_bytes if args.bucket is None else args.bucket,
         mfu=args.mfu,
         element_bytes=args.bytes_per_element,
         jitter=args.jitter,
@@ -213,6 +212,11 @@ def _training(args: argparse.Namespace) -> int:
     if args.algorithm:
         _simulated.algorithm(args.algorithm)
     shardings = args.sharding or training.SHARDINGS
+    layered = [sharding in training.BY_LAYER for sharding in shardings]
+    if args.layers is not None and not any(layered):
+        raise ConfigError("--layers goes with zero-3 and hybrid, which gather layer by layer")
+    if args.bucket is not None and all(layered):
+        raise ConfigError("--bucket goes with ddp, zero-1 and zero-2, which reduce in buckets")
     without: dict[int, str] = {}
     for sharding in shardings:
         for ranks in args.ranks:

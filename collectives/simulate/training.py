@@ -49,6 +49,7 @@ _INSTEAD = {
 _RESIDUE = 1e-9  # of a step: what sums of its times are off by is no time
 _MOST_CALLS = 1_000_000  # of a step: seconds, and 100 MB
 SHARDINGS = ("ddp", "zero-1", "zero-2", "zero-3", "hybrid")
+BY_LAYER = ("zero-3", "hybrid")  # others reduce in buckets
 
 
 @dataclass(frozen=True)
@@ -310,12 +311,14 @@ def check(job: Job, topology: Topology, ranks: int, sharding: str) -> Topology:
         )
     if not 0 < job.mfu <= 1:
         raise ConfigError(f"mfu is {job.mfu}, and must be more than 0 and at most 1")
-    calls = job.params * job.element_bytes / job.bucket_bytes * job.accumulate
-    if calls > _MOST_CALLS or job.layers * job.accumulate > _MOST_CALLS:
+    each, fewer = float(job.layers), "layers: take fewer layers"
+    if sharding not in BY_LAYER:
+        each = job.params * job.element_bytes / job.bucket_bytes
+        fewer = "buckets: take larger buckets"
+    if each * job.accumulate > _MOST_CALLS:
         raise ConfigError(
-            f"a step of {calls:.3g} buckets and {job.layers * job.accumulate:.3g} layers is more "
-            f"than is followed ({_MOST_CALLS:.0e}); take larger buckets, fewer layers or fewer "
-            "micro-batches"
+            f"a step of {each * job.accumulate:.3g} {fewer} or fewer micro-batches, since at most "
+            f"{_MOST_CALLS:.0e} are followed"
         )
     sized = with_ranks(topology, ranks)
     if sharding == "hybrid" and len(set(sized.counts)) > 1:
