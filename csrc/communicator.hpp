@@ -193,7 +193,8 @@ class Communicator : public Watch {
   void close();
   bool closed() const { return closed_; }
   bool broken() const { return broken_; }
-  // True if messages may still leave from the arrays of a call on the host that failed.
+  // True if messages may still leave from the arrays of a call on the host that failed, or come
+  // into them.
   bool lends() const { return engine_->lends(); }
   // Why calls raise, here or because another rank gave up; "" if they do not.
   std::string why_broken() const;
@@ -281,6 +282,8 @@ class Communicator : public Watch {
   void enter_slow() override;
   void leave_slow() override;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text, int peer = -1);
+  // A rank of the region that has died, -1 if none has.
+  int who_died() const;
   // `q`: of the region; `place`: what this rank does, in words.
   [[noreturn]] void fail_for_death(int q, const std::string& place);
 

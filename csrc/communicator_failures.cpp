@@ -1,6 +1,8 @@
 // How a communicator notices trouble while it waits, and how ranks tell each other.
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <string_view>
 
 #include "communicator.hpp"
 #include "errors.hpp"
@@ -65,7 +67,8 @@ std::string Communicator::tell_region(ErrorKind kind, const std::string& text) n
     std::uint32_t nobody = 0;
     auto& shared = config_.region->abort_word();
     if (shared.compare_exchange_strong(nobody, word | Region::kUnfinished)) {
-      std::strncpy(config_.region->abort_reason(), whole.c_str(), Region::kAbortReason - 1);
+      const std::string_view reason = cut_short(whole, Region::kAbortReason - 1);
+      std::memcpy(config_.region->abort_reason(), reason.data(), reason.size());
       shared.store(word, std::memory_order_release);  // publishes the reason
     }
     for (int q = 0; q < config_.region->shape().nranks; ++q)
@@ -77,11 +80,15 @@ std::string Communicator::tell_region(ErrorKind kind, const std::string& text) n
 void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept {
   const std::string whole = tell_region(kind, text);
   if (!config_.mpi) return;
-  int dead = -1;
-  if (kind == ErrorKind::peer_died && liveness_)
-    for (int q = 0; q < config_.region->shape().nranks && dead < 0; ++q)
-      if (liveness_->dead(q)) dead = numbers_[q];
+  const int dead = kind == ErrorKind::peer_died ? who_died() : -1;
   config_.mpi->poison(to_poison(kind, dead, whole));
+}
+
+int Communicator::who_died() const {
+  if (!liveness_) return -1;
+  for (int q = 0; q < config_.region->shape().nranks; ++q)
+    if (liveness_->died(q)) return numbers_[q];
+  return -1;
 }
 
 // The ranks are no longer in the same state: later calls raise.
@@ -132,11 +139,7 @@ void Communicator::raise_told(const std::string& doing) {
   const bool common = kind == ErrorKind::peer_died || kind == ErrorKind::mismatch;
   give_up(common ? kind : ErrorKind::aborted, text);
   if (!common) throw Error(ErrorKind::aborted, text, numbers_[(word & 0xffff) - 1]);
-  int dead = -1;
-  if (kind == ErrorKind::peer_died)
-    for (int q = 0; q < config_.region->shape().nranks && dead < 0; ++q)
-      if (liveness_->dead(q)) dead = numbers_[q];
-  throw Error(kind, text, dead);
+  throw Error(kind, text, kind == ErrorKind::peer_died ? who_died() : -1);
 }
 
 void Communicator::enter_device_call() {
@@ -180,8 +183,7 @@ void Communicator::look_around(const char* doing) {
     }
     if (!config_.region) return;
     for (int q = 0; q < config_.region->shape().nranks; ++q)
-      if (q != config_.local_of[config_.rank] && !liveness_->left(q) && liveness_->dead(q))
-        fail_for_death(q, place);
+      if (q != config_.local_of[config_.rank] && liveness_->died(q)) fail_for_death(q, place);
   } catch (const Error& error) {
     note_error(name_of(error.kind()), error.what(), error.peer());
     throw;
@@ -319,14 +321,13 @@ void Communicator::check_peers(const Where& where, Wait& wait) {
     if (q == me) continue;
     check_devices(q);
     const std::string name = "rank " + std::to_string(numbers_[q]);
+    if (liveness_->died(q)) fail_for_death(q, place());
     if (liveness_->left(q)) {
       // What it did before it closed is visible by now; only the second look can conclude that
       // nothing more will come.
       if (where.peer == numbers_[q] && ++wait.closed_seen > 2)
         fail(ErrorKind::closed, name + " has closed the communicator while " + place(),
              numbers_[q]);
-    } else if (liveness_->dead(q)) {
-      fail_for_death(q, place());
     }
   }
 }

@@ -34,8 +34,8 @@ std::uint64_t say_first(std::atomic<std::uint64_t>& cell, std::uint64_t attempt,
 
 std::string Council::gone(int q) {
   if (q == me_) return "";
-  if (liveness_->left(q)) return "closed";
-  return liveness_->dead(q) ? "died" : "";
+  if (liveness_->died(q)) return "died";
+  return liveness_->left(q) ? "closed" : "";
 }
 
 std::string Council::told() const {

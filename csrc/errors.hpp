@@ -2,8 +2,10 @@
 // sentence for people.
 #pragma once
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace collectives {
@@ -39,6 +41,14 @@ inline const char* name_of(ErrorKind kind) {
       break;
   }
   return "system";
+}
+
+// The beginning of a text of UTF-8, at most so many bytes, that ends with a whole character: Python
+// takes no other.
+inline std::string_view cut_short(std::string_view text, std::size_t bytes) {
+  if (text.size() <= bytes) return text;
+  while (bytes != 0 && (text[bytes] & 0xc0) == 0x80) --bytes;
+  return text.substr(0, bytes);
 }
 
 class Error : public std::runtime_error {

@@ -80,12 +80,15 @@ void Liveness::watch() {
 
 bool Liveness::dead(int q) {
   auto& state = region_->rank(q).state;
-  const auto now = static_cast<RankState>(state.load(std::memory_order_acquire));
-  if (now == RankState::dead) return true;
+  const auto is = [&state](RankState what) {
+    return static_cast<RankState>(state.load(std::memory_order_acquire)) == what;
+  };
+  if (is(RankState::dead)) return true;
   if (threads_ || q == me_) return false;
   watch();
   if (!processes_[q] || !processes_[q]->ended()) return false;
-  if (now != RankState::closed)
+  // Only now is its state its last: it may have closed between a look at that and its end.
+  if (!is(RankState::closed))
     state.store(static_cast<std::uint32_t>(RankState::dead), std::memory_order_release);
   return true;
 }

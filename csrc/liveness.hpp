@@ -24,6 +24,8 @@ class Liveness {
   void watch();
   // True if rank `q` of the region has ended. Any thread.
   bool dead(int q);
+  // The same, and it had not closed its end.
+  bool died(int q) { return dead(q) && !left(q); }
   // True if it has closed its end.
   bool left(int q) const;
   int process(int q) const;

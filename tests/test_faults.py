@@ -146,6 +146,14 @@ def test_survivors_of_a_death(how):
 
 
 @pytest.mark.faults
+def test_who_hears_of_a_death_later_is_told_the_rank():
+    """Also where another rank, with a smaller number, has closed and ended."""
+    got = launch.run(4, "failing.py", "later", options=("--keep-going",), timeout=30)
+    lines = re.findall(r"^rank (\d): (\w+) of rank (-?\d+)$", got.output, re.MULTILINE)
+    assert sorted(lines) == [("1", "PeerDiedError", "2"), ("3", "PeerDiedError", "2")], got
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("algorithm", ["direct_two_shot", "ring", "movement"])
 def test_survivors_of_a_death_in_the_middle_of_a_call(algorithm):
     got = launch.run(3, "failing.py", "middle", "--algorithm", algorithm, timeout=30)
@@ -242,6 +250,20 @@ def test_two_threads_on_one_communicator():
     got = []
     go_on = threading.Event()
     assert cc.run_threads(2, body, timeout=20) == [None, None]
+
+
+@pytest.mark.parametrize("front", ["", "."])
+def test_a_long_reason_ends_with_a_whole_character(front):
+    """There is room for 511 bytes of it; with `front` or without, those would end within one."""
+
+    def body(comm):
+        if comm.rank == 0:
+            comm.abort(front + 300 * "é")
+        comm.all_reduce(ones())
+
+    for error in outcomes(2, body):
+        assert isinstance(error, cc.AbortedError)
+        assert front + 200 * "é" in str(error)
 
 
 def test_abort_from_another_thread():

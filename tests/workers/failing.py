@@ -1,8 +1,9 @@
 """Ranks of which one fails; the others write what they raise, and how long after.
 
-    failing.py killed|exits|middle|late|leaves|signal [--mpi] [--algorithm NAME]
+    failing.py killed|exits|later|middle|late|leaves|signal [--mpi] [--algorithm NAME]
 
 killed, exits  rank 2 ends while the others wait for it, each in another way
+later          rank 0 closes and ends, rank 2 is killed; rank 3 looks when rank 1 has told of that
 middle         rank 2 is killed while all ranks run large calls
 late           rank 1 does not come within the timeout
 leaves         all ranks end without closing, with a call in the queue
@@ -71,6 +72,23 @@ def death(comm: cc.Communicator, args: argparse.Namespace) -> None:
     time.sleep(0.2)  # until all have told
 
 
+def later(comm: cc.Communicator, args: argparse.Namespace) -> None:
+    told = np.zeros(1)
+    comm.barrier()
+    if comm.rank == 0:
+        comm.close()
+        return
+    if comm.rank == 2:
+        time.sleep(0.5)  # rank 0 has ended
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 3:
+        time.sleep(2.0)  # rank 1 has told
+    try:
+        comm.recv(told, 2)
+    except cc.CollectiveError as error:
+        tell(f"rank {comm.rank}: {type(error).__name__} of rank {error.peer}")
+
+
 def middle(comm: cc.Communicator, args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     at = np.array([time.time() + 0.3])
@@ -129,6 +147,7 @@ kept: list[Any] = []
 WAYS = {
     "killed": death,
     "exits": death,
+    "later": later,
     "middle": middle,
     "late": late,
     "leaves": leaves,
