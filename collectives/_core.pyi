@@ -404,7 +404,7 @@ class Communicator:
     def queued(self) -> int: ...
     @property
     def lends(self) -> bool:
-        """May messages still leave from the arrays of a call that failed?"""
+        """May messages still leave from the arrays of a call that failed, or come into them?"""
     @property
     def tuning(self) -> HostTuning: ...
     @property

@@ -288,16 +288,23 @@ void Communicator::note_error(const char* kind, const std::string& text, int pee
 }
 
 void Communicator::run_recorded(const Call& call, const Options& options) {
-  std::vector<std::byte> scaled;
+  struct Scaled {
+    HostEngine& engine;
+    std::vector<std::byte> bytes;
+    ~Scaled() {
+      if (engine.lends()) never_free(std::move(bytes));
+    }
+  } scaled{*engine_, {}};
   try {
     if (call.op == Op::premul_sum && reduces(call.collective) && options.agreed == nullptr) {
       const std::uint64_t count = call.collective == Collective::reduce_scatter
                                       ? call.in.total(config_.nranks)
                                       : call.count;
-      scaled.resize(count * size_of(call.dtype));
-      scale(call.dtype, scaled.data(), call.input, count, options.factor[0], options.factor[1]);
+      scaled.bytes.resize(count * size_of(call.dtype));
+      scale(call.dtype, scaled.bytes.data(), call.input, count, options.factor[0],
+            options.factor[1]);
       Call scaled_call = call;
-      scaled_call.input = scaled.data();
+      scaled_call.input = scaled.bytes.data();
       return dispatch(scaled_call, options);
     }
     dispatch(call, options);

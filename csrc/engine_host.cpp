@@ -43,7 +43,7 @@ HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, co
   lanes_ = static_cast<int>(std::min<std::uint64_t>(lanes, layout_.segments()));
   cell_bytes_ = (layout_.segment() * element_ + 63) / 64 * 64;
   std::map<RecvPort*, std::uint64_t> expected;
-  std::set<SendPort*> senders;
+  std::map<SendPort*, int> senders;
   std::set<Transport*> transports;
   const int channels = static_cast<int>(program_->channels.size());
   for (int lane = 0; lane < lanes_; ++lane) {
@@ -61,7 +61,7 @@ HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, co
         }
         if (step.send_peer >= 0) {
           bound.to = &links.to[step.send_peer]->send_port(step.send_peer, strand.channel);
-          senders.insert(bound.to);
+          senders.emplace(bound.to, step.send_peer);
           transports.insert(links.to[step.send_peer]);
         }
         strand.steps.push_back(bound);
@@ -110,13 +110,17 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
       waiter_.until([&] { return poll(plan); }, where);
       hands_->moved();
     }
-    for (SendPort* port : plan.senders_) {
+    for (const auto& [to, peer] : plan.senders_) {
+      SendPort& port = *to;
+      Where w;
+      w.phase = "a receive";
+      w.peer = peer;
       waiter_.until(
           [&] {
             for (Transport* t : plan.transports_) t->progress();
-            return port->flushed();
+            return port.flushed();
           },
-          where);
+          [&w] { return w; });
     }
   } catch (...) {
     leave(plan);
@@ -125,24 +129,31 @@ void HostEngine::run(HostPlan& plan, const Call& call, std::uint64_t tag) {
   hands_->end();
 }
 
-// The caller's arrays may go now: nothing may come into them any more, nor leave from them.
+// The caller's arrays may go now: nothing may come into them any more, nor leave from them. Where
+// it may, the arrays must stay, and the scratch memory does.
 void HostEngine::leave(HostPlan& plan) noexcept {
+  if (!taken_back(plan)) {
+    lends_ = true;
+    hands_->abandon();
+  }
+}
+
+bool HostEngine::taken_back(HostPlan& plan) noexcept {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + kWithdrawWithin;
-  for (const auto& [port, messages] : plan.expected_) port->withdraw(deadline);
+  bool all = true;
+  for (const auto& [port, messages] : plan.expected_) all &= port->withdraw(deadline);
   try {
     for (const auto& strand : plan.strands_)
       for (const auto& lent : strand.lent)
         while (lent.port->completed() < lent.ticket) {
-          if (Clock::now() > deadline) {
-            lends_ = true;
-            return;
-          }
+          if (Clock::now() > deadline) return false;
           std::this_thread::sleep_for(std::chrono::microseconds(100));
         }
   } catch (const Error&) {  // MPI cannot tell any more
-    lends_ = true;
+    return false;
   }
+  return all;
 }
 
 bool HostEngine::poll(HostPlan& plan) {

@@ -71,7 +71,7 @@ class HostPlan {
   Layout layout_;
   std::vector<Strand> strands_;
   std::vector<std::pair<RecvPort*, std::uint64_t>> expected_;
-  std::vector<SendPort*> senders_;
+  std::vector<std::pair<SendPort*, int>> senders_;  // and to whom
   std::vector<Transport*> transports_;
   std::size_t cell_bytes_ = 0, scratch_bytes_ = 0;
   std::size_t element_ = 1;
@@ -86,11 +86,13 @@ class HostEngine {
   // Runs the call. `tag` identifies it in messages; a message with another tag is a protocol error.
   void run(HostPlan& plan, const Call& call, std::uint64_t tag);
   // True once a call has failed while messages were sent from where they lie, and the peer has not
-  // taken them: its arrays must stay.
+  // taken them, or came to where they go, and MPI would not withdraw that: its arrays must stay.
   bool lends() const { return lends_; }
 
  private:
   void leave(HostPlan& plan) noexcept;
+  // False if a message may still leave from where it lies, or come to where it goes.
+  bool taken_back(HostPlan& plan) noexcept;
   bool poll(HostPlan& plan);
   bool advance(HostPlan& plan, HostPlan::Strand& strand);
   bool work(HostPlan& plan, HostPlan::Strand& strand);

@@ -60,8 +60,11 @@ class RecvPort {
   virtual const char* peek(Header* header) = 0;
   virtual void release() = 0;
   // After a call that failed: a message that was to come into the caller's memory no longer does.
-  // Gives up at the deadline.
-  virtual void withdraw(std::chrono::steady_clock::time_point deadline) noexcept { (void)deadline; }
+  // False if it still may, at the deadline.
+  virtual bool withdraw(std::chrono::steady_clock::time_point deadline) noexcept {
+    (void)deadline;
+    return true;
+  }
 
   virtual std::size_t bare_min() const { return ~std::size_t{0}; }
   virtual bool only_bare() const { return false; }

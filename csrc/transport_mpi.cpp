@@ -231,14 +231,15 @@ class MpiTransport::Recv final : public RecvPort {
 
   void release() override { state_ = State::idle; }
 
-  void withdraw(Clock::time_point deadline) noexcept override {
-    if (state_ != State::posted || slot_.holds(where_)) return;
+  bool withdraw(Clock::time_point deadline) noexcept override {
+    if (state_ != State::posted || slot_.holds(where_)) return true;
     try {
       wire_.mpi->cancel(request_);
       if (poll_until(deadline, [&] { return wire_.mpi->test(request_); })) state_ = State::idle;
     } catch (const std::exception&) {
       // MPI is failing: the caller is on its way to report why.
     }
+    return state_ == State::idle;
   }
 
   // Cancels what is posted; false if something was, for then a call ended in the middle. Memory
@@ -412,7 +413,7 @@ void MpiTransport::poison(std::string_view text) noexcept {
     const std::lock_guard lock(poison_mutex_);
     if (poison_out_ || !mpi_->usable()) return;
     poison_out_ = std::make_unique<Outgoing>();
-    poison_out_->text = std::string(text.substr(0, kPoisonBytes));
+    poison_out_->text = std::string(cut_short(text, kPoisonBytes));
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == self_) continue;
       poison_out_->requests.push_back(

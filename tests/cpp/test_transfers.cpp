@@ -107,7 +107,11 @@ class SmallMpi final : public Mpi {
     auto* from = static_cast<char*>(const_cast<void*>(data));
     return post_.put({true, rank_, dest, tag, from, bytes});
   }
+  // Takes no message of a program any more: its receives wait for what nobody sends.
+  void withhold() { withholds_ = true; }
+
   MpiRequest irecv(void* data, std::size_t bytes, int source, int tag, MpiComm) override {
+    if (withholds_ && tag < kControlTag) tag = -1;
     return post_.put({false, source, rank_, tag, static_cast<char*>(data), bytes});
   }
   bool test(MpiRequest& request, MpiStatus* status) override { return post_.test(request, status); }
@@ -132,7 +136,10 @@ class SmallMpi final : public Mpi {
 
  private:
   Post& post_;
+  // Tags of programs are below, those of agreements and of sends and receives from there on.
+  static constexpr int kControlTag = Communicator::kChannels - 1;
   int rank_, size_;
+  bool withholds_ = false;
   std::string name_ = "an MPI between threads";
 };
 
@@ -269,9 +276,65 @@ void leave_while_others_work(int turn) {
   });
 }
 
+// Rank 3 takes the first message of rank `from` late, when that rank's call has failed and its
+// communicator is gone. What it was sent from, memory of the core's own, is there all the same.
+void messages_that_are_taken_late(Collective collective, int from) {
+  constexpr int n = 4;
+  constexpr std::size_t kCount = (16 << 10) / sizeof(double);  // a bare message
+  const bool scatters = collective == Collective::scatter;
+  Post post;
+  on_threads(n, [&](int me) {
+    auto config = config_of(me, n, nullptr);
+    config.timeout_s = 0.5;
+    config.slot_bytes = 2 * kCount * sizeof(double);  // the tree sends two blocks at once
+    MpiTransportOptions options;
+    options.slot_bytes = config.slot_bytes;
+    const auto mpi = std::make_shared<SmallMpi>(post, me, n);
+    if (me == 3) mpi->withhold();
+    config.mpi = std::make_shared<MpiTransport>(mpi, 1, options);
+    Communicator comm(config);
+    std::vector<double> x(n * kCount, 1.0), out(kCount);
+    Call call;
+    call.collective = collective;
+    call.dtype = Dtype::float64;
+    call.op = Op::premul_sum;
+    call.root = scatters ? 0 : 3;
+    call.input = reinterpret_cast<const std::byte*>(x.data());
+    call.output = reinterpret_cast<std::byte*>(out.data());
+    if (scatters)
+      call.in = Blocks::equal(kCount);
+    else
+      call.count = kCount;
+    Communicator::Options by_tree;
+    by_tree.algorithm = comm.intern("binomial_tree");
+    by_tree.factor[0] = 3;
+    try {
+      comm.run(call, by_tree);
+      if (me == from) fail("a message that nobody took was taken");
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::deadline) fail(error.what());
+      if (me == from && std::strstr(error.what(), "of rank 3") == nullptr)
+        fail(std::string{"who takes no message is not named: "} + error.what());
+      if (me == from && !comm.lends()) fail("a message that is under way was taken back");
+      // This MPI cancels nothing, and rank 3 has asked for its block where that goes.
+      if (me == 3 && scatters && !comm.lends()) fail("a message may come to where arrays were");
+    }
+  });
+  // Would lie where the memory was.
+  const std::vector<std::vector<double>> others(16, std::vector<double>(kCount, 2.0));
+  std::vector<double> late(kCount);
+  MpiRequest request = post.put(
+      {false, from, 3, 1, reinterpret_cast<char*>(late.data()), late.size() * sizeof late[0]});
+  if (!post.test(request, nullptr)) fail("no message was sent");
+  if (late != std::vector<double>(kCount, scatters ? 1.0 : 3.0))
+    fail("what a message was sent from has gone");
+}
+
 }  // namespace
 
 int main() {
+  messages_that_are_taken_late(Collective::scatter, 2);  // passed on, from scratch memory
+  messages_that_are_taken_late(Collective::reduce, 0);   // multiplied
   messages_over_mpi();
   for (int i = 0; i < 20; ++i) first_messages_beside_calls();
   for (int turn = 0; turn < 30; ++turn) leave_while_others_work(turn * 2);
