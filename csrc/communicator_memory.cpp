@@ -11,6 +11,15 @@
 #include "errors.hpp"
 
 namespace collectives {
+namespace {
+
+// In the flight recorder, if the record has not gone to a later transfer since.
+void end_record(const TransferState& t, CallState state) {
+  if (t.record->sequence.load(std::memory_order_relaxed) == t.recorded)
+    Recorder::end_transfer(t.record, state);
+}
+
+}  // namespace
 
 // ---- point to point ---------------------------------------------------------------------------
 
@@ -20,9 +29,11 @@ PostedTransfer Communicator::post(const Message& m, bool background) {
   CallRecord* const record =
       recorder_->transfer(m.sends ? Recorder::kSend : Recorder::kRecv, m.dtype,
                           m.bytes / size_of(m.dtype), m.peer, m.tag);
+  const std::uint64_t number = record->sequence.load(std::memory_order_relaxed);
   auto t = m.sends ? p2p_->post_send(m.peer, m.tag, m.dtype, m.data, m.bytes)
                    : p2p_->post_recv(m.peer, m.tag, m.dtype, m.data, m.bytes);
   t->record = record;
+  t->recorded = number;
   if (background && !p2p_->done(t)) wake_transfer_worker();
   return t;
 }
@@ -52,10 +63,10 @@ void Communicator::wait_and_tell(const std::vector<PostedTransfer>& posted) {
     wait_for_all(posted);
   } catch (const Error& error) {
     note_error(name_of(error.kind()), error.what(), error.peer());
-    for (const PostedTransfer& t : posted) Recorder::end_transfer(t->record, CallState::failed);
+    for (const PostedTransfer& t : posted) end_record(*t, CallState::failed);
     throw;
   }
-  for (const PostedTransfer& t : posted) Recorder::end_transfer(t->record, CallState::done);
+  for (const PostedTransfer& t : posted) end_record(*t, CallState::done);
 }
 
 bool Communicator::done(const PostedTransfer& t) {

@@ -36,6 +36,7 @@ struct TransferState {  // one posted operation
   bool done = false;
   std::exception_ptr error;
   CallRecord* record = nullptr;
+  std::uint64_t recorded = 0;  // its number there
 };
 using PostedTransfer = std::shared_ptr<TransferState>;
 

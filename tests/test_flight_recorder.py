@@ -98,6 +98,31 @@ def test_sends_and_receives():
     assert [t["collective"] for t in other["transfers"]] == ["recv", "send"]
 
 
+def test_a_record_that_went_to_a_later_transfer_stays_open():
+    """The ring keeps 128: the first receive's record is the last one's when the first one ends."""
+
+    def body(comm):
+        if comm.rank == 0:
+            works = [comm.recv(ones(), 1, tag=tag, async_op=True) for tag in range(129)]
+            posted.set()
+            works[0].wait()
+            states = {t["tag"]: t["state"] for t in comm.dump()["transfers"]}
+            told.set()
+            for work in works[1:]:
+                work.wait()
+            return states
+        wait_until(posted.is_set)
+        comm.send(ones(), 0, tag=0)
+        wait_until(told.is_set)
+        for tag in range(1, 129):
+            comm.send(ones(), 0, tag=tag)
+        return None
+
+    posted, told = threading.Event(), threading.Event()
+    states = cc.run_threads(2, body, timeout=20)[0]
+    assert states == dict.fromkeys(range(1, 129), "entered")
+
+
 def test_a_dump_while_a_call_waits():
     """From another thread, with what is waited for and since when."""
 
