@@ -76,8 +76,8 @@ def message(comm: cc.Communicator) -> None:
     small, large = np.zeros(4, np.float32), 256 << 20
     if comm.rank == 0:
         work = comm.recv(small, 1, tag=1, async_op=True)
-        comm.barrier()
         with memory(64 << 20):
+            comm.barrier()  # the message comes after it
             tell(f"rank 0 {raised(lambda: work.wait(20))}")
     else:
         comm.barrier()
