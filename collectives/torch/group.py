@@ -313,13 +313,12 @@ class CollectivesGroup(Transfers, BaseGroup):
         call = Call(inputs[0])
         for blocks, tensor in zip(outputs, inputs, strict=True):
             expect("all_gather: the list of outputs", len(blocks), self._size)
-            _same_dtype("all_gather", blocks[self._rank], tensor)
-            expect("all_gather: this rank's output", blocks[self._rank].numel(), tensor.numel())
             self._gather_blocks(call, "all_gather", tensor, blocks)
-        return self._make(call, Gathered(outputs), opts)
+        return self._make(call, Gathered(list(blocks) for blocks in outputs), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """outputs[rank][i] gets inputs[i] of that rank."""
+        expect("all_gather: the list of outputs", len(outputs), self._size)
         call = Call(inputs[0])
         for i, tensor in enumerate(inputs):
             self._gather_blocks(call, "all_gather", tensor, [of_rank[i] for of_rank in outputs])
@@ -503,6 +502,9 @@ class CollectivesGroup(Transfers, BaseGroup):
         root: int = 0,
         even: bool = False,
     ) -> None:
+        for block in blocks:
+            _same_dtype(collective, block, tensor)
+        expect(f"{collective}: this rank's output", blocks[self._rank].numel(), tensor.numel())
         number, times = moved(tensor)
         lengths = [b.numel() * times for b in blocks]
         if len(set(lengths)) == 1:
@@ -539,6 +541,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         sends: Sequence[int],
         receives: Sequence[int],
     ) -> None:
+        if self._size == 1:  # ranks of larger groups are told by each other
+            expect("all_to_all: input", sends[0], receives[0])
         number, times = moved(source)
         self._add(
             call, "all_to_all", number, source, target,

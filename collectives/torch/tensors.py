@@ -87,10 +87,15 @@ def moved(tensor: Tensor) -> tuple[int, int]:
     return _NUMBERS.get(tensor.dtype) or (_BYTE, tensor.element_size())
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy."""
+def expect_strided(tensor: Tensor) -> None:
+    """Raises ArrayTypeError for a sparse tensor."""
     if tensor.layout is not torch.strided:
         raise ArrayTypeError(f"a tensor of layout {tensor.layout} cannot be used here: to_dense()")
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy."""
+    expect_strided(tensor)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -158,9 +163,7 @@ class Call:
     def target(self, tensor: Tensor, *, loaded: bool = False) -> Tensor:
         """Memory to write the tensor to; with `loaded`, it holds its values first."""
         self._check(tensor)
-        if tensor.layout is torch.strided and tensor.is_contiguous() and not (
-            tensor.is_conj() or tensor.is_neg()
-        ):  # fmt: skip
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             self.keep.append(tensor)
             return tensor
         tensor = tensor.detach()
@@ -175,6 +178,7 @@ class Call:
 
     def source_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Memory to read the tensors from, one behind the other."""
+        tensors = list(tensors)  # the caller may change its list while the call goes on
         for tensor in tensors:
             self._check(tensor)
         if follow_each_other(tensors):
@@ -186,6 +190,7 @@ class Call:
 
     def target_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Memory to write the tensors to, one behind the other."""
+        tensors = list(tensors)
         for tensor in tensors:
             self._check(tensor)
         if follow_each_other(tensors):
@@ -207,6 +212,7 @@ class Call:
         return flat
 
     def _check(self, tensor: Tensor) -> None:
+        expect_strided(tensor)
         if device_of(tensor) != self.device:
             raise ArrayError(
                 f"tensors on {self.device or 'cpu'} and on {tensor.device} in one call; move them "

@@ -134,12 +134,13 @@ class PendingWork(dist.Work):
     # ---- what torch calls
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Waits up to `timeout` (0: as long as the group's timeout allows). Raises what the call
-        raised; DeadlineError if it is not done by then, and then it goes on.
+        """Waits up to `timeout` (0: as long as the group's timeout allows; below 0, as the rest of
+        a deadline that has passed, not at all). Raises what the call raised; DeadlineError if it is
+        not done by then, and then it goes on.
         """
         if not self._settled:
             seconds = timeout.total_seconds()
-            if not self.settle(seconds if seconds > 0 else None):
+            if not self.settle(seconds if timeout != NO_TIMEOUT else None):
                 raise DeadlineError(
                     f"Work.wait timed out: the call is not done after {seconds:g} s; it goes on"
                 )
@@ -202,6 +203,7 @@ class PendingWork(dist.Work):
                 try:
                     for handle in self._handles:
                         handle.raise_error()
+                    self._note_end()
                     if self._finish is not None:
                         self._finish()
                 except Exception as error:
@@ -210,6 +212,9 @@ class PendingWork(dist.Work):
                 self._settled = True
                 self._group.release()
         return True
+
+    def _note_end(self) -> None:
+        """Takes from the handles what must be known once the work counts as ended well."""
 
     def await_end(self) -> None:
         self.settle(None)
@@ -266,12 +271,10 @@ class TransferWork(PendingWork):
 
     _peer = -1
 
-    def settle(self, seconds: float | None) -> bool:
-        handles = self._handles
-        ended = super().settle(seconds)
-        if ended and handles and isinstance(handles[0], TransferHandle):
-            self._peer = handles[0].peer()
-        return ended
+    def _note_end(self) -> None:
+        for handle in self._handles:
+            if isinstance(handle, TransferHandle):
+                self._peer = handle.peer()
 
     def source_rank(self) -> int:
         """The rank that a message came from, or that one went to."""

@@ -71,6 +71,11 @@ def test_faults(parts: str) -> None:
     ranks(3, "faults.py", *parts.split()).expect(status=0)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_outputs_of_another_size_than_the_input(n: int) -> None:
+    ranks(n, "faults.py", "outputs_of_another_size").expect(status=0)
+
+
 @pytest.mark.faults
 def test_a_rank_dies() -> None:
     result = ranks(3, "faults.py", "death").expect(status=1)

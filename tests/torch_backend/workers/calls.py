@@ -13,6 +13,8 @@ import torch.distributed as dist
 from common import check, run_all, same
 from torch.distributed import ReduceOp
 
+from collectives.torch.work import TransferHandle
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -41,6 +43,11 @@ def all_values(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Ten
 
 def total(count: int) -> torch.Tensor:
     return torch.stack(all_values(count, torch.int64)).sum(0)
+
+
+def slow_peer(handle: TransferHandle) -> int:
+    time.sleep(0.3)
+    return handle._core.transfer_peer(handle.posted)
 
 
 def bits(x: torch.Tensor) -> bytes:
@@ -223,6 +230,18 @@ def gathers() -> None:
 
 
 @check
+def a_list_that_the_caller_changes_while_the_call_goes_on() -> None:
+    outs = [torch.zeros(3) for _ in range(n())] if me() == 0 else None
+    taken = list(outs or [])
+    work = dist.gather(torch.full((3,), me() + 1.0), outs, async_op=True)
+    if outs:
+        outs[0] = torch.zeros(3)
+    work.wait()
+    for rank, out in enumerate(taken):
+        same(out, [rank + 1.0] * 3)
+
+
+@check
 def gather_into_one_tensor() -> None:
     """`gather_single` and its older name, from torch 2.14 on; the group has it for every torch."""
     group = dist.distributed_c10d._get_default_group()
@@ -333,6 +352,21 @@ def sends_and_receives() -> None:
     send.wait()
     same(y[:2], [float(left)] * 2)
     assert receive.get_future().wait()[0] is y or torch.equal(receive.get_future().value()[0], y)
+
+
+@check
+def the_source_is_known_when_a_recv_has_ended() -> None:
+    """Also where the thread of its future is the one that sees the end."""
+    peer, TransferHandle.peer = TransferHandle.peer, slow_peer
+    try:
+        work = dist.irecv(torch.empty(1))
+        work.get_future()
+        dist.send(torch.ones(1), (me() + 1) % n())
+        while not work.is_completed():
+            time.sleep(0.001)
+        assert work.source_rank() == (me() - 1) % n(), work.source_rank()
+    finally:
+        TransferHandle.peer = peer
 
 
 @check

@@ -64,9 +64,34 @@ def wrong_arguments() -> None:
     odd = torch.ones(3).to(torch.float8_e8m0fnu)
     raises(TypeError, lambda: dist.all_reduce(odd), "float8_e8m0fnu")
     raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2, 2).to_sparse_csr()), "CSR")
+    sparse = torch.eye(3).to_sparse()
+    raises(TypeError, lambda: dist.broadcast(sparse, 0), "sparse_coo", "to_dense")
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x[0] == size
+
+
+def outputs_of_another_size() -> None:
+    """Nothing is read behind the end of the input."""
+    rank, size = start()
+    group, mine = dist.group.WORLD, torch.ones(2)
+
+    def outs(count: int = 6) -> list[torch.Tensor]:
+        return [torch.zeros(count) for _ in range(size)]
+
+    def gather(outputs: list[list[torch.Tensor]]) -> Callable[[], object]:
+        return lambda: group.allgather_coalesced(outputs, [mine])
+
+    raises(ValueError, gather([[x] for x in outs()]), "6 elements, needed are 2")
+    raises(ValueError, gather([[x.short()] for x in outs(2)]), "int16")
+    raises(ValueError, gather([[torch.zeros(2)]] * (size + 1)), f"{size + 1} elements")
+    if rank == 0:  # the others have no outputs
+        raises(ValueError, lambda: dist.gather(mine, outs()), "6 elements, needed are 2")
+    if size == 1:  # where there are others, they say what they expect
+        out = torch.zeros(6)
+        raises(ValueError, lambda: dist.all_to_all([out], [mine]), "2 elements, needed are 6")
+        split = [mine, [6], [2]]
+        raises(ValueError, lambda: dist.all_to_all_single(out, *split), "2 elements, needed are 6")
 
 
 def root_options(root: int) -> dist.GatherOptions:
@@ -83,12 +108,16 @@ def lateness() -> None:
         began = time.monotonic()
         raises(cc.DeadlineError, lambda: work.wait(timedelta(seconds=0.3)), "0.3 s")
         assert 0.3 <= time.monotonic() - began < 20
+        for passed in (work, dist.irecv(torch.empty(1), 1)):
+            raises(cc.DeadlineError, lambda w=passed: w.wait(timedelta(seconds=-1)), "-1 s")
         assert not work.is_completed()
         dist.monitored_barrier()
         work.wait()
     else:
         dist.monitored_barrier()
         dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        dist.send(torch.ones(1), 0)
     short = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
         raises(cc.DeadlineError, lambda: dist.barrier(group=short), "gave up after 1.")
