@@ -66,8 +66,10 @@ def test_function_as_torch_on_the_whole_batch(n, dtype):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("affine", [True, False])
-def test_module(affine):
+@pytest.mark.parametrize(
+    "how", [{}, {"affine": False}, {"momentum": None}, {"momentum": 0.3, "eps": 0.1}], ids=str
+)
+def test_module(how):
     """Outputs, gradients and running statistics are those of BatchNorm on the whole batch; in
     evaluation it is BatchNorm.
     """
@@ -77,27 +79,27 @@ def test_module(affine):
     def net():
         torch.manual_seed(0)
         return torch.nn.Sequential(
-            torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3, affine=affine), torch.nn.Linear(3, 2)
+            torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3, **how), torch.nn.Linear(3, 2)
         )
 
     nets = [net() for _ in range(4)]
     x = torch.randn(9, 5)
     whole = nets[3]
-    for _ in range(2):
-        whole(x).square().sum().backward()
+    for times in (1, 2):
+        whole(times * x).square().sum().backward()
 
     def body(comm):
         mine = SyncBatchNorm.convert(nets[comm.rank], comm.duplicate())
         assert isinstance(mine[1], SyncBatchNorm)
-        for _ in range(2):
-            y = mine(parts(x, comm.rank, 3))
+        for times in (1, 2):
+            y = mine(parts(times * x, comm.rank, 3))
             y.square().sum().backward()
         grads = [comm.all_reduce(p.grad.numpy()) for p in mine.parameters()]
         mine.eval()
         return y.detach(), grads, dict(mine.state_dict()), mine(x).detach()
 
     found = cc.run_threads(3, body, timeout=30)
-    y = whole(x).detach()
+    y = whole(2 * x).detach()
     state = whole.state_dict()
     whole.eval()
     assert torch.allclose(torch.cat([f[0] for f in found]), y, atol=1e-5)
@@ -106,8 +108,8 @@ def test_module(affine):
             assert np.allclose(ours, p.grad.numpy(), rtol=1e-4, atol=1e-4)
     # The line above ran `whole` once more, so its running statistics are of three batches.
     fresh = net()
-    for _ in range(2):
-        fresh(x)
+    for times in (1, 2):
+        fresh(times * x)
     for _, _, got, evaluated in found:
         for key, value in fresh.state_dict().items():
             assert torch.allclose(got[key].double(), value.double(), atol=1e-6), key
@@ -159,6 +161,8 @@ def test_one_module_in_several_places_is_converted_in_all():
     assert isinstance(mine[0], SyncBatchNorm)
     assert mine[0] is mine[2] is mine[3][0]
     assert mine[0].weight is norm.weight
+    assert mine[0].training
+    assert not cc.run_threads(1, lambda comm: SyncBatchNorm.convert(norm.eval(), comm))[0].training
 
 
 @pytest.mark.torch

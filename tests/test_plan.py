@@ -75,6 +75,11 @@ def test_time_and_efficiency():
     _, first, _, third = plan(Job(ranks=5, bandwidth=1e15, **job))
     assert first.exposed == pytest.approx(4e-3, rel=1e-2)  # messages of the gather, not hidden
     assert third.exposed == 0
+    # Of four micro-batches the backward of the last alone hides the reduction, of 0.1 s.
+    job |= {"latency": 1e-12, "accumulate": 4}
+    last, *_ = plan(Job(ranks=2, bandwidth=2e10, **job))
+    assert last.seconds == pytest.approx(4 * compute + 2e9 / 2e10 - compute * 2 / 3)
+    del job["accumulate"]
     again, *_ = plan(Job(ranks=1, checkpoint=True, **job))
     assert again.seconds == pytest.approx(compute * 4 / 3)
 

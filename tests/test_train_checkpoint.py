@@ -318,6 +318,50 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path):
     cc.run_threads(2, body, timeout=20)
 
 
+def test_all_is_flushed_before_it_is_named(tmp_path, monkeypatch):
+    """A power cut, unlike a kill, would take what is not on the disk."""
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(handle):
+        done.append(Path(f"/proc/self/fd/{handle}").resolve().name)
+        fsync(handle)
+
+    def named(old, new):
+        done.append("named")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", named)
+    cc.run_threads(2, lambda comm: make(comm, (1, None)).save(tmp_path / "run"), timeout=20)
+    files = {"rank-0.safetensors", "rank-1.safetensors"}
+    assert files <= set(done[:2])
+    assert done[2:] == [".checkpoint.json.new", "generation-0-0", "named", "run"]
+
+
+def test_steps_that_were_left_out_are_counted(tmp_path):
+    def body(comm):
+        def function(params, batch, emit):
+            emit("w", np.full(3, batch[0], np.float16))
+            return 0.0
+
+        def fresh():
+            params = {"w": np.zeros(3, np.float32)}
+            return Trainer(function, SGD(lr=0.1), comm, params=params, precision="fp16")
+
+        trainer = fresh()
+        for value in (1.0, np.inf, 1.0):
+            trainer.step(np.array([value]))
+        trainer.save(tmp_path)
+        other = fresh()
+        other.load(tmp_path)
+        return [(t.updates, t.steps, t.loss_scale) for t in (trainer, other)]
+
+    for saved, loaded in cc.run_threads(2, body, timeout=20):
+        assert saved == loaded
+        assert saved[:2] == (2, 3)
+
+
 def test_saves_on_a_full_disk_do_not_pile_up(tmp_path, monkeypatch):
     """What one has left makes room for the next; the last good one stays until then."""
     write = checkpoint._write

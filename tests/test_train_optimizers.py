@@ -112,6 +112,26 @@ def test_layer_norms_across_shard_boundaries(optimizer, stage):
         assert np.allclose(got, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", LAYERWISE, ids=str)
+def test_parameters_that_begin_at_zero_are_stepped(optimizer):
+    """Their norm gives no ratio, so it is 1; so it is for gradients that are zero."""
+
+    def body(comm):
+        def function(params, batch, emit):
+            emit("zero", np.ones(3))
+            emit("still", np.zeros(3))
+            return 0.0
+
+        params = {"zero": np.zeros(3), "still": np.ones(3)}
+        trainer = Trainer(function, optimizer, comm, params=params)
+        trainer.step(np.ones(2))
+        return trainer.parameters()
+
+    (found,) = cc.run_threads(1, body)
+    assert found["zero"] == pytest.approx(-optimizer.lr)
+    assert np.isfinite(found["still"]).all()
+
+
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.01), LAMB(lr=0.01)], ids=str)
 def test_steps_are_counted_for_each_parameter(optimizer, tmp_path):
     """One that is used from the 21st step on is stepped then as "early" was in the first: its bias
