@@ -267,8 +267,10 @@ bool HostEngine::work(HostPlan& plan, HostPlan::Strand& strand) {
       const char* message = nullptr;
       if (is_bare(step, total, *bound.from)) {
         std::byte* kept = address(plan, strand, *first, first->dst);
-        if (step.kind == StepKind::recv && step.npieces == 1 && !first->reduce && kept != nullptr &&
-            !bound.from->posted()) {
+        // What two ranks alone know may differ: a longer message must find room, which a slot has.
+        const bool agreed = call_->collective != Collective::all_to_all || !call_->in.is_table();
+        if (agreed && step.kind == StepKind::recv && step.npieces == 1 && !first->reduce &&
+            kept != nullptr && !bound.from->posted()) {
           if (!writable(strand, kept, total)) return false;
           bound.from->post_into(reinterpret_cast<char*>(kept), total);
         }

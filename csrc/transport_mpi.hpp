@@ -12,7 +12,8 @@
 //
 // Memory: depth + 1 slots a pair and channel, touched as used. Cost a message: one MPI message.
 // Limits: all ranks use the same slot_bytes (Open MPI 5 writes a longer message past the end of the
-// receive instead of cutting it off) and the same depth; channels 0 .. max_channel.
+// receive instead of cutting it off) and the same depth; post_into() takes only lengths that the
+// sender keeps to; channels 0 .. max_channel.
 #pragma once
 
 #include <atomic>

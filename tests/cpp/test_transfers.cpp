@@ -330,9 +330,42 @@ void messages_that_are_taken_late(Collective collective, int from) {
     fail("what a message was sent from has gone");
 }
 
+// Two ranks disagree about a length: the longer message is not written past the receiver's block.
+void a_message_that_is_too_long() {
+  constexpr std::size_t kSent = 4096, kExpected = 2048;
+  Post post;
+  on_threads(2, [&](int me) {
+    auto config = config_of(me, 2, nullptr);
+    config.slot_bytes = kSent * sizeof(double);
+    MpiTransportOptions options;
+    options.slot_bytes = config.slot_bytes;
+    config.mpi =
+        std::make_shared<MpiTransport>(std::make_shared<SmallMpi>(post, me, 2), 1, options);
+    Communicator comm(config);
+    std::vector<double> x(kSent, 1.0), out(kSent, -1.0);
+    Call call;
+    call.collective = Collective::all_to_all;
+    call.dtype = Dtype::float64;
+    call.input = reinterpret_cast<const std::byte*>(x.data());
+    call.output = reinterpret_cast<std::byte*>(out.data());
+    call.in = Blocks::table({0, me == 0 ? kSent : 0});
+    call.out = Blocks::table({me == 1 ? kExpected : 0, 0});
+    Communicator::Options options_of_call;
+    options_of_call.algorithm = comm.intern("direct_two_shot");
+    try {
+      comm.run(call, options_of_call);
+      if (me == 1) fail("a message that is too long was taken");
+    } catch (const Error& error) {
+      if (me == 0 || error.kind() != ErrorKind::mismatch) fail(error.what());
+    }
+    if (out != std::vector<double>(kSent, -1.0)) fail("a message was written past its block");
+  });
+}
+
 }  // namespace
 
 int main() {
+  a_message_that_is_too_long();
   messages_that_are_taken_late(Collective::scatter, 2);  // passed on, from scratch memory
   messages_that_are_taken_late(Collective::reduce, 0);   // multiplied
   messages_over_mpi();
