@@ -57,6 +57,8 @@ def test_hybrid_and_batch(capsys):
     assert f"ZeRO-2  4 P + 14 P / 4 = 4 + 14/4 = 7.5 GB, {added}" in text
     assert f"ZeRO-3  2 P + 16 P / 4 = 2 + 16/4 = 6 GB, {added}" in text
     assert "6 x (4-1)/4 x 2 GB parameters" in text
+    # All ranks get every sum, of all nodes, so that its order is that of ZeRO-0.
+    assert text.count("2(N-1)/N x 2 GB gradients") == 4
 
 
 def test_time_and_efficiency():

@@ -95,6 +95,12 @@ def test_the_sampler_moves_to_another_number_of_ranks():
         sampler.load(found[0].state())
     rest = [int(i) for step in zip(*moved, strict=True) for p in step for i in p]
     assert sorted(taken + rest) == list(range(48))
+    ended, other = Sampler(10, Rank(0, 1), micro=4), Sampler(10, Rank(0, 1), micro=7)
+    while ended.position < len(ended):  # 12 places for 10 samples
+        next(iter(ended))
+    other.load(ended.state())
+    assert list(other) == []
+    assert (other.epoch, other.position) == (1, 0)
     with pytest.raises(ValueError, match="no whole steps of 25"):
         Sampler(48, Rank(0, 5), micro=5).load(found[0].state())
     with pytest.raises(ValueError, match="state is of"):
