@@ -9,7 +9,7 @@ import torch
 
 from ..errors import UnsupportedError
 from .tensors import Tensor
-from .work import CompletedWork
+from .work import CompletedWork, PendingWork
 
 if TYPE_CHECKING:
     from .group import CollectivesGroup
@@ -21,6 +21,7 @@ def all_reduce_sparse(group: CollectivesGroup, tensors: Sequence[Tensor], opts: 
     """
     if hash(opts.reduceOp) != 0:
         raise UnsupportedError("all_reduce of sparse tensors knows SUM only")
+    key = 0
     for tensor in tensors:
         if tensor.layout is not torch.sparse_coo:
             raise UnsupportedError(
@@ -45,10 +46,13 @@ def all_reduce_sparse(group: CollectivesGroup, tensors: Sequence[Tensor], opts: 
         all_indices = [indices.new_empty((n, *indices.shape[1:])) for n in counts]
         all_values = [values.new_empty((n, *values.shape[1:])) for n in counts]
         group.allgather([all_indices], [indices]).wait()
-        group.allgather([all_values], [values]).wait()
+        gathered = group.allgather([all_values], [values])
+        gathered.wait()
+        if isinstance(gathered, PendingWork):  # on GPUs callbacks' calls go by their order
+            key = gathered.future_key()
         total = torch.sparse_coo_tensor(
             torch.cat(all_indices).t(), torch.cat(all_values), mine.shape, check_invariants=False
         ).coalesce()
         with torch.no_grad():
             tensor.copy_(total)  # a detached one would keep what it gets to itself
-    return CompletedWork(list(tensors))
+    return CompletedWork(list(tensors), key)

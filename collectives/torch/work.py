@@ -60,12 +60,12 @@ def for_future(outputs: Any) -> Any:
 
 
 class CompletedWork(dist.Work):
-    """A call that was over before it returned."""
+    """A call that was over before it returned. `key` as in PendingWork."""
 
-    def __init__(self, outputs: Any, source: int = -1) -> None:
+    def __init__(self, outputs: Any, key: int = 0) -> None:
         super().__init__()
         self._outputs = outputs
-        self._source = source
+        self._key = key
         self._future: Future | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -73,7 +73,7 @@ class CompletedWork(dist.Work):
 
     def get_future(self) -> Future:
         if self._future is None:
-            self._future = Future(0)
+            self._future = Future(self._key)
             self._future.set_result(for_future(self._outputs))
         return self._future
 
@@ -93,7 +93,7 @@ class CompletedWork(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        return self._source
+        return -1
 
     _source_rank = source_rank
 
@@ -167,14 +167,14 @@ class PendingWork(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = future = Future(self._future_key())
+            self._future = future = Future(self.future_key())
         if self.is_completed():
             self.complete()
         else:
             self._watch()
         return future
 
-    def _future_key(self) -> int:
+    def future_key(self) -> int:
         return self._key
 
     def source_rank(self) -> int:
@@ -283,7 +283,7 @@ class TransferWork(PendingWork):
 
     _source_rank = source_rank
 
-    def _future_key(self) -> int:
+    def future_key(self) -> int:
         return self._group.next_transfer_key()
 
     def _watch(self) -> None:

@@ -43,6 +43,18 @@ def chains_of_callbacks_that_wait() -> None:
 
 
 @check
+def callbacks_of_sparse_calls() -> None:
+    n = dist.get_world_size()
+
+    def after(i: int) -> Any:
+        future = dist.all_reduce(torch.eye(2).to_sparse(), async_op=True).get_future()
+        return future.then(lambda f: start_call(f.value()[0].to_dense()[0, 0].item() + i).wait()[0])
+
+    for i, end in enumerate([after(i) for i in range(4)]):
+        same(end.wait(), torch.full((50,), float((n + i) * n)))
+
+
+@check
 def callbacks_in_another_order_than_calls() -> None:
     """What comes first on one rank comes last on another; a callback waits for all of them."""
     n, rank = dist.get_world_size(), dist.get_rank()
