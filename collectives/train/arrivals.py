@@ -99,7 +99,7 @@ class Arrivals:
             if len(self._order) == len(self._parameters) == len(set(self._order)):
                 self._usual = list(self._order)
             self._take_all()  # of parameters that were frozen when hooks were set
-        elif any(p.grad is not None for p in self._parameters.values()):
+        elif self._there():
             self._depart()
 
     def discard(self) -> None:
@@ -152,7 +152,8 @@ class Arrivals:
 
     def _take(self, name: str) -> None:
         parameter = self._parameters[name]
-        grad, parameter.grad = parameter.grad, None
+        with _plainly():
+            grad, parameter.grad = parameter.grad, None
         assert grad is not None
         self._listener.arrived(name, grad)
 
@@ -161,13 +162,15 @@ class Arrivals:
 
     def _last(self, number: int) -> None:
         group = self._groups[number]
-        grads = [parameter.grad for parameter in group.parameters]
+        with _plainly():
+            grads = [parameter.grad for parameter in group.parameters]
         if group.done or any(grad is None for grad in grads):
             self._depart()
             return
         group.done = True
-        for parameter in group.parameters:
-            parameter.grad = None
+        with _plainly():
+            for parameter in group.parameters:
+                parameter.grad = None
         self._listener.filled(group.bucket, grads)
 
     def _depart(self) -> None:
@@ -179,7 +182,10 @@ class Arrivals:
 
     def _take_all(self) -> None:
         """Tells what is there by now, each by itself."""
-        with _plainly():
-            there = [name for name, p in self._parameters.items() if p.grad is not None]
-        for name in there:
+        for name in self._there():
             self._take(name)
+
+    def _there(self) -> list[str]:
+        """Whose gradients nobody has taken."""
+        with _plainly():
+            return [name for name, p in self._parameters.items() if p.grad is not None]

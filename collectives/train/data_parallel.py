@@ -27,7 +27,7 @@ from ..errors import CollectiveError
 from ..gradients import put
 from ..work import ThenWork, Work
 from .allowed import check_changes
-from .batches import joined, micro_batches, samples
+from .batches import counted, joined, micro_batches, samples
 from .gathering import Gatherer
 from .gradient_memory import GradientMemory
 from .gradient_norm import gradient_norm, who_is_not_finite
@@ -273,7 +273,7 @@ class Trainer:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         try:  # whatever is wrong with what comes from the user is found here
             parts = micro_batches(batch, self.accumulate)
-            counts = [0 if part is None else self._count(part) for part in parts]
+            counts = [0 if part is None else counted(self._count, part) for part in parts]
             # A mean over nothing is NaN, whatever its weight.
             parts = [part if count else None for part, count in zip(parts, counts, strict=True)]
             factor = factor_at(self.schedule, self.updates)
@@ -327,8 +327,7 @@ class Trainer:
         self._bad.clear()
         # On a GPU the host would have to wait for each gradient to see whether it is finite.
         ready = self.bucketer.ready if self._model.on_gpu else self._ready
-        # Under stage 3 a parameter is released when its gradient is there.
-        together = self._model.on_gpu and self._gatherer is None and not self.bucketer.will_rebuild
+        together = self._model.on_gpu and not self.bucketer.will_rebuild
         sink = Sink(ready, self.bucketer if together else None)
         unused: frozenset[str] = frozenset()
         for i, (part, count) in enumerate(zip(parts, counts, strict=True)):

@@ -271,8 +271,7 @@ class ModuleModel(Model):
         assert self._sink is not None
         self._sink.ready(name, _dense(grad))
         if self._gatherer is not None:
-            self._done.add(name)
-            self._gatherer.pins[self._bucket(name)].discard(name)
+            self._let_go(self._bucket(name), {name})
 
     def began(self, bucket: Bucket) -> None:
         assert self._sink is not None and self._sink.together is not None
@@ -281,6 +280,14 @@ class ModuleModel(Model):
     def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
         assert self._sink is not None and self._sink.together is not None
         self._sink.together.ready_together(bucket, [_dense(grad) for grad in grads])
+        if self._gatherer is not None:
+            self._let_go(bucket.index, {slot.name for slot in bucket.slots})
+
+    def _let_go(self, bucket: int, names: set[str]) -> None:
+        """Nothing waits for gradients of these parameters of a bucket any more."""
+        assert self._gatherer is not None
+        self._done |= names
+        self._gatherer.pins[bucket] -= names
 
     # ---- parameters on demand --------------------------------------------------------------------
 
