@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from types import SimpleNamespace
 
 import models
@@ -58,6 +60,28 @@ def test_the_mean_over_tokens():
 
     mean = (2 * 2 + 6 * 6) / 8
     assert cc.run_threads(2, body) == [[-mean] * 3] * 2
+
+
+@pytest.mark.parametrize("wrong", [2.5, -1, math.nan, math.inf, None, "2"])
+def test_what_is_counted_are_whole_things(wrong):
+    """Anything else raises and changes nothing; a sum of floats that is whole is a number."""
+
+    def body(comm):
+        told = [wrong, np.float32(3)]
+        trainer = Trainer(
+            linear,
+            SGD(lr=1.0),
+            comm,
+            params={"w": np.zeros(3)},
+            normalize="tokens",
+            count=lambda b: told.pop(0),
+        )
+        with pytest.raises(ValueError, match=re.escape(f"count= returned {wrong!r}")):
+            trainer.step(np.ones((1, 3)))
+        assert trainer.step(np.ones((1, 3))).samples == 6
+        return trainer.parameters()["w"].tolist()
+
+    assert cc.run_threads(2, body) == [[-1.0] * 3] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import models
+import pytest
 from training import make
 from worlds import outcomes
 
@@ -57,6 +58,21 @@ def test_metrics_that_cannot_be_written_raise_on_all_ranks(tmp_path):
 
     ended = outcomes(2, body)
     assert all(isinstance(e, OSError) and "rank 0 cannot write" in str(e) for e in ended), ended
+
+
+def test_metrics_that_cannot_be_written_any_more_end_no_step(tmp_path):
+    """A disk that is full, say. Each rank has taken the step by then."""
+
+    def body(comm):
+        x, y = models.data(8)
+        trainer = make(comm, metrics="/dev/full")
+        trainer.step((x, y))
+        trainer.step((x, y))
+        return trainer.updates
+
+    with pytest.warns(RuntimeWarning, match="metrics of step 1 and all after it") as told:
+        assert cc.run_threads(2, body) == [2, 2]
+    assert len(told) == 1
 
 
 def test_the_bar_is_for_terminals():

@@ -36,6 +36,18 @@ def samples(batch: Any) -> int:
     return int(batch.shape[0])
 
 
+def counted(count: Callable[[Any], int], batch: Any) -> int:
+    """What `count` counts in a batch. Raises ValueError unless that is a whole number of things."""
+    found: Any = count(batch)
+    try:
+        number = int(found)  # sums of masks are often floats
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if number < 0 or number != found:
+        raise ValueError(f"count= returned {found!r}; it counts samples or tokens: 0, 1, 2, ...")
+    return number
+
+
 def cut(batch: Any, low: int, high: int) -> Any:
     """Samples low to high. Raises TypeError or ValueError for what has not as many as `samples`."""
     total = samples(batch)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -62,7 +63,8 @@ class Metrics:
 class Log:
     """Metrics of rank 0, appended to a file of JSON lines; nothing on other ranks.
 
-    Raises OSError on all ranks if rank 0 cannot write there. Making one is collective.
+    Raises OSError on all ranks if rank 0 cannot write there. Making one is collective. If it cannot
+    later, which is no reason to end the steps of all, there is a RuntimeWarning and nothing more.
     """
 
     def __init__(self, path: str | Path | None, comm: Communicator) -> None:
@@ -74,9 +76,18 @@ class Log:
             self._path.open("a", encoding="utf-8").close()
 
     def write(self, metrics: Metrics) -> None:
-        if self._path is not None:
+        if self._path is None:
+            return
+        try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(metrics.json() + "\n")
+        except OSError as error:
+            warnings.warn(
+                f"metrics of step {metrics.step} and all after it are not written: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._path = None
 
 
 class Bar:
