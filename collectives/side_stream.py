@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _core
 from .array import Stream
+from .array.streams import cupy_stream
 from .work import Spanned, Work
 
 Launch = Callable[..., Any]  # call(stream=...) puts a call there; None: the arrays are on the host
@@ -78,10 +79,12 @@ class SideStream:
 
         def on_this_stream() -> None:
             ordinal = self._stream.ordinal
-            with cuda.Device(ordinal), cuda.ExternalStream(self._stream.handle, ordinal) as stream:
+            with cuda.Device(ordinal), cupy_stream(self._stream.handle, ordinal) as stream:
                 self.follow(begin)
-                do()
-                stream.synchronize()  # whoever waits for the thread uses what it used
+                try:
+                    do()
+                finally:
+                    stream.synchronize()  # whoever waits for the thread uses what it used
 
         return on_this_stream
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .array.dtypes import TORCH_DTYPES, torch_dtype
+from .array.streams import cupy_stream
 from .array.torch_streams import current_stream
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class CupyFollows:
             return
         key = handle, self._ordinal
         if key not in _streams:
-            _streams[key] = cuda.ExternalStream(*key)
+            _streams[key] = cupy_stream(*key)
         self._stream = _streams[key]
         self._stream.__enter__()
 

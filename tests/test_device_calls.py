@@ -6,6 +6,7 @@ fakes; tests/gpu has the real ones.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import collectives as cc
 from collectives import _core, array, calls, device, point_to_point, reductions
 from collectives.array import Stream, View, stream_of
 from collectives.array import device as device_arrays
+from collectives.array.streams import cupy_stream
 from collectives.errors import ArrayTypeError
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -50,6 +52,23 @@ def test_streams_of_every_library(stream, expected):
 def test_a_stream_that_was_looked_at_is_taken_as_it_is():
     stream = Stream(7, 0, beside=True)
     assert stream_of(stream, "all_reduce") is stream
+
+
+def test_streams_for_cupy(monkeypatch):
+    """Those of others, by the way that the release of cupy has: from 14 on the older one warns."""
+
+    class Old:
+        pass
+
+    class New:
+        @staticmethod
+        def from_external(other):
+            return stream_of(other, "cupy").handle
+
+    for kind, made in ((Old, (9, 1)), (New, 9)):
+        cuda = SimpleNamespace(Stream=kind, ExternalStream=lambda *given: given)
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+        assert cupy_stream(9, 1) == made
 
 
 @pytest.mark.parametrize("stream", [True, -1, 1.5, "7", object(), threading.Lock()])

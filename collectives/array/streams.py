@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any, NamedTuple
 
 from ..errors import ArrayTypeError
@@ -59,3 +60,24 @@ def stream_of(stream: Any, what: str) -> Stream:
         f"{what}: stream= takes a CUDA stream of cupy or torch, any object with __cuda_stream__, "
         f"or a handle as an integer, not a {type(stream).__name__}"
     )
+
+
+class _Handle:
+    """A handle, as the protocol of CUDA streams tells it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def cupy_stream(handle: int, ordinal: int | None) -> Any:
+    """A stream that cupy has not made, as one of cupy's.
+
+    ordinal  the GPU that it belongs to, None if that is not known
+    """
+    cuda = sys.modules["cupy"].cuda
+    if hasattr(cuda.Stream, "from_external"):  # from cupy 14 on, which warns of the other way
+        return cuda.Stream.from_external(_Handle(handle))
+    return cuda.ExternalStream(handle, -1 if ordinal is None else ordinal)

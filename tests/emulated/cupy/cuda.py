@@ -146,6 +146,13 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         _here.stream = self._before.pop()
 
+    @classmethod
+    def from_external(cls, other: Any) -> Stream:
+        """A stream that somebody else has made."""
+        made = cls(null=True)
+        made.ptr = other.__cuda_stream__()[1]
+        return made
+
     def synchronize(self) -> None:
         _check(_cuda.cudaStreamSynchronize(_pointer(self.ptr)))
 
@@ -156,14 +163,6 @@ class Stream:
         graph = ctypes.c_void_p()
         _check(_cuda.cudaStreamEndCapture(_pointer(self.ptr), ctypes.byref(graph)))
         return Graph(graph)
-
-
-class ExternalStream(Stream):
-    """A stream that somebody else has made."""
-
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        super().__init__(null=True)
-        self.ptr = ptr
 
 
 Stream.null = Stream(null=True)  # type: ignore[attr-defined]
