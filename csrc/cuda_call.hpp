@@ -99,7 +99,7 @@ struct alignas(128) FifoControl {
 
 // ---- sends and receives: between two ranks, in FIFOs of their own ------------------------------
 
-inline constexpr int kTransferStrands = 32;  // FIFOs from one rank to another: blocks of a transfer
+inline constexpr int kTransferStrands = 64;  // FIFOs from one rank to another: blocks of a transfer
 inline constexpr int kTransferDepth = 8;     // slots of each: small messages that need no receiver
 inline constexpr int kMaxTransfers = 64;     // of a kernel
 
@@ -134,10 +134,11 @@ struct alignas(128) Pair {
 struct Geometry {
   int strands = 0;
   u32 slot_bytes = 0;
+  u32 mail_bytes = 0;    // of a slot of sends and receives
   u32 packet_units = 0;  // packets of 8 bytes of data, for each peer and parity
   u32 lines_each = 0;    // lines, for each peer and parity
   u64 controls = 0, slots = 0, packets = 0, lines = 0;
-  u64 pairs = 0, transfers = 0, mail = 0;  // of sends and receives; mail has slots like the others
+  u64 pairs = 0, transfers = 0, mail = 0;  // of sends and receives
   u64 bytes = 0;
 };
 
@@ -286,6 +287,7 @@ struct CombineCall {
 struct PairTransfer {
   unsigned char* memory;  // that is read, or written
   u64 bytes, count;       // count: elements
+  u64 part;               // bytes of each block, but the last
   u32 tag, dtype;
   std::int32_t peer, strands;
   std::int16_t ahead;   // transfers in this list before it with the same peer and direction
@@ -296,6 +298,7 @@ struct PairTransfer {
 struct TransferCall {
   DeviceWorld world;
   u64 number;  // of the first of these transfers, among those that the rank has put on streams
+  int split;   // so many blocks send, and as many others receive; 0: all do both
   int count;
   PairTransfer list[kMaxTransfers];
 };

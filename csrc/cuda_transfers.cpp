@@ -27,6 +27,8 @@ PairTransfer DeviceCommunicator::Impl::prepare_transfer(const DeviceTransfer& on
   // Both ranks of a pair cut alike: `blocks` is the same on all.
   t.strands = static_cast<int>(
       std::clamp<u64>(t.bytes / kMinTransferBytes, 1, std::min(blocks, kTransferStrands)));
+  const u64 strands = static_cast<u64>(t.strands);
+  t.part = ((t.bytes + strands - 1) / strands + 127) / 128 * 128;
   t.before = -1;
   t.sends = one.sends;
   return t;
@@ -41,7 +43,7 @@ void DeviceCommunicator::Impl::check_own(const std::vector<DeviceTransfer>& list
   for (const DeviceTransfer& one : list) {
     if (received || !one.sends || one.peer != config.rank) continue;
     const PairTransfer t = prepare_transfer(one);
-    const u64 room = u64{world.geometry.slot_bytes} * kTransferDepth * static_cast<u64>(t.strands);
+    const u64 room = u64{world.geometry.mail_bytes} * kTransferDepth * static_cast<u64>(t.strands);
     if (t.bytes > room)
       throw Error(ErrorKind::unsupported,
                   "rank " + std::to_string(config.rank) + " sends itself " +
@@ -67,7 +69,7 @@ void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
     for (const DeviceTransfer& one : list) refuse_freed(reinterpret_cast<const void*>(one.address));
   TransferCall call{};
   call.world = world;
-  int grid = 1;
+  int grid = 1, sends = 0;
   for (const DeviceTransfer& one : list) {
     PairTransfer t = prepare_transfer(one);
     for (int i = call.count - 1; i >= 0 && t.before < 0; --i) {
@@ -77,7 +79,12 @@ void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
       t.ahead = static_cast<std::int16_t>(earlier.ahead + 1);
     }
     grid = std::max(grid, t.strands);
+    sends += t.sends;
     call.list[call.count++] = t;
+  }
+  if (sends != 0 && sends != call.count && 2 * grid <= blocks) {
+    call.split = grid;
+    grid *= 2;
   }
   const OnDevice current(config.device);
   follow(used);

@@ -143,9 +143,8 @@ struct Copy {
   u64 bytes;
 };
 
-template <class T>
+template <class T, int kAhead>
 __device__ __forceinline__ void copy_as(const Copy& c, u64 begin, u64 end) {
-  constexpr int kAhead = 8;  // loads in flight
   const T* from = reinterpret_cast<const T*>(c.src);
   u64 at = begin / sizeof(T) + threadIdx.x;
   const u64 last = end / sizeof(T);
@@ -170,18 +169,20 @@ __device__ __forceinline__ void copy_as(const Copy& c, u64 begin, u64 end) {
   }
 }
 
+// With so many loads in flight.
+template <int kAhead = 8>
 __device__ __forceinline__ void copy(const Copy& c) {
   u64 mixed = reinterpret_cast<u64>(c.src);
   for (int d = 0; d < c.ndst; ++d) mixed |= reinterpret_cast<u64>(c.dst[d]);
   u64 done = 0;
   if ((mixed & 15) == 0) {
     done = c.bytes / 16 * 16;
-    copy_as<ulonglong2>(c, 0, done);
+    copy_as<ulonglong2, kAhead>(c, 0, done);
   } else if ((mixed & 3) == 0) {
     done = c.bytes / 4 * 4;
-    copy_as<u32>(c, 0, done);
+    copy_as<u32, kAhead>(c, 0, done);
   }
-  copy_as<unsigned char>(c, done, c.bytes);
+  copy_as<unsigned char, kAhead>(c, done, c.bytes);
 }
 __device__ __noinline__ inline void copy_job(const Job& job) {
   copy({job.src[0], job.dst, job.ndst, job.bytes});

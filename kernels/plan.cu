@@ -144,8 +144,8 @@ class Strand {
     const int steps = call_.channel[channel_].steps;
     const u64 segments = call_.layout.segments, batch = u64(call_.lanes) * call_.together;
     bool whole = true;
-    // Each step for all segments of a batch: while one is on its way, the others are worked at. Both
-    // ends of a FIFO do so, and messages keep their order, as (batch, step, segment).
+    // Each step for all segments of a batch: while one is on its way, the others are worked at.
+    // Both ends of a FIFO do so, and messages keep their order, as (batch, step, segment).
     for (u64 first = lane_; whole && first < segments; first += batch)
       for (int i = 0; whole && i < steps; ++i)
         for (at_ = 0; whole && at_ < call_.together; ++at_) {
@@ -239,9 +239,8 @@ class Strand {
         return call_.output +
                output_span(call_.layout, piece.chunk, s).offset * call_.arithmetic.element;
       case Space::scratch:
-        return call_.scratch +
-               ((u64(strand_) * call_.together + at_) * call_.cells + place.index) *
-                   call_.cell_bytes;
+        return call_.scratch + ((u64(strand_) * call_.together + at_) * call_.cells + place.index) *
+                                   call_.cell_bytes;
       case Space::none:
         break;
     }

@@ -1,13 +1,20 @@
 // Sends and receives between pairs of ranks: a list of them in one kernel.
 //
-//   each block of threads, for its part of every transfer's bytes, in turns:
+// A block of threads has a part of every transfer's bytes. Its clerks, a thread for each transfer,
+// and its workers, who copy, go through rounds:
+//
+//   clerks    look ──┐  tell, look ──┐  tell, look ──┐
+//   workers          copy ───────────copy ───────────copy ...
+//
 //     look      which transfers can go on: those with room at the receiver, or a message here
 //     copy      one message of each: into the receiver's FIFO, or out of this rank's
-//     tell      the other rank
+//     tell      the other rank of what was copied in the round before. What is told must not
+//               overtake it, and waiting for that takes 2 µs, in which the workers go on
 //
 // No transfer of the list waits for another one, but for those before it between the same two ranks
 // in the same direction, which keep their order. A send ends when its last message lies in the
 // receiver's FIFO: what fits in there (kTransferDepth slots for each block) needs no receiver yet.
+// Where there is room for twice the blocks, half of them send and half receive.
 //
 // Only the two ranks of a pair know of a transfer, so the pair counts them, apart from the calls of
 // all ranks. The first message of each block's part carries an envelope: the transfer's number,
@@ -24,7 +31,8 @@
 namespace collectives::device {
 namespace {
 
-static_assert(kMaxTransfers <= kThreads, "each transfer has a thread that looks after it");
+constexpr int kClerks = kMaxTransfers;  // threads, behind the workers
+static_assert(kClerks % 32 == 0);
 
 __device__ inline Pair& pair_of(const DeviceWorld& w, int owner, int peer) {
   return reinterpret_cast<Pair*>(w.arena[owner] + w.geometry.pairs)[peer];
@@ -38,15 +46,17 @@ __device__ inline unsigned char* mail_of(const DeviceWorld& w, int owner, int pe
                                          u32 message) {
   const u64 index =
       (u64(peer) * kTransferStrands + strand) * kTransferDepth + message % kTransferDepth;
-  return w.arena[owner] + w.geometry.mail + index * w.geometry.slot_bytes;
+  return w.arena[owner] + w.geometry.mail + index * w.geometry.mail_bytes;
 }
 
 // What all threads of a block know of its transfers.
 struct Shared {
-  enum : u32 { kNotYet, kReady, kFailed };
-  u32 state[kMaxTransfers];
-  u32 left[kMaxTransfers];  // messages
-  u32 base[kMaxTransfers];  // number of the first
+  static constexpr u32 kFailed = ~0u, kNothing = ~0u - 1;   // in place of a message
+  static constexpr u32 kFails = 1, kMoves = 2, kLasts = 4;  // what a round may bring
+  u32 at[2][kMaxTransfers];    // in this round: the message of its part that is copied, from 0
+  u32 round[2][kClerks / 32];  // what it brings, as each warp of clerks sees it; 0: it is the last
+  u32 left[kMaxTransfers];     // messages that are not copied yet
+  u32 base[kMaxTransfers];     // number of the first
 };
 
 class Mover {
@@ -56,46 +66,13 @@ class Mover {
         world_(call.world),
         epoch_(epoch),
         shared_(shared),
-        block_(static_cast<int>(blockIdx.x)),
-        index_(static_cast<int>(threadIdx.x)) {}
+        block_(static_cast<int>(call.split != 0 ? blockIdx.x % call.split : blockIdx.x)),
+        works_(threadIdx.x < kThreads),
+        index_(static_cast<int>(threadIdx.x) - kThreads) {}
 
-  // All threads. False on all of them if the rank gave up.
-  __device__ bool run() {
-    begin();
-    while (__syncthreads_or(left_ != 0) != 0) {
-      if (index_ < call_.count) shared_.state[index_] = look();
-      __syncthreads();
-      bool moved = false;
-      for (int i = 0; i < call_.count; ++i) {
-        const u32 now = shared_.state[i];
-        if (now == Shared::kFailed) return false;
-        if (now != Shared::kReady) continue;
-        move(i);
-        moved = true;
-      }
-      if (!moved) continue;
-      idle_ = 0;
-      since_ = 0;
-      __syncthreads();  // the message is written, or read, before its other end is told
-      if (index_ < call_.count && shared_.state[index_] == Shared::kReady) tell();
-    }
-    return true;
-  }
-
- private:
-  __device__ u64 part(const PairTransfer& t) const {
-    return ((t.bytes + t.strands - 1) / t.strands + 127) / 128 * 128;
-  }
-  // Messages of this block's part of a transfer; of an empty one too there is one.
-  __device__ u32 messages(const PairTransfer& t) const {
-    if (block_ >= t.strands) return 0;
-    const u64 slot = world_.geometry.slot_bytes;
-    return t.bytes == 0 ? 1 : static_cast<u32>((part(t) + slot - 1) / slot);
-  }
-
-  // The transfer of this thread: how much, and where its messages begin.
+  // The transfer of a clerk: how much, and where its messages begin.
   __device__ void begin() {
-    if (index_ >= call_.count) return;
+    if (!has_transfer()) return;
     const PairTransfer& t = call_.list[index_];
     left_ = messages(t);
     shared_.left[index_] = left_;
@@ -105,15 +82,79 @@ class Mover {
     next_ = t.sends ? own.sent : own.received;
     number_ = (t.sends ? pair.sent : pair.received) + t.ahead;
     for (int i = t.before; i >= 0; i = call_.list[i].before) next_ += messages(call_.list[i]);
-    shared_.base[index_] = next_;
-    first_ = true;
+    shared_.base[index_] = told_ = next_;
   }
 
-  // Can the thread's transfer go on? Waits for nothing, but gives up where it has waited too long.
+  // After begin() of all threads; until all is moved, or the rank gives up.
+  __device__ void run() {
+    if (works_) {
+      work();
+    } else {
+      see_to_it();
+    }
+  }
+
+ private:
+  __device__ void work() {
+    for (u32 round = 0;; ++round) {
+      const u32 brings = meet(round);
+      if (brings == 0 || (brings & Shared::kFails) != 0) return;
+      if ((brings & Shared::kMoves) == 0) continue;
+      const u32* const at = shared_.at[round & 1];
+      for (int i = 0; i < call_.count; ++i)
+        if (at[i] != Shared::kNothing) move(i, at[i]);
+    }
+  }
+
+  __device__ void see_to_it() {
+    for (u32 round = 0;; ++round) {
+      const u32 message = has_transfer() ? look() : Shared::kNothing;
+      const bool ready = message < Shared::kNothing;
+      if (has_transfer()) shared_.at[round & 1][index_] = message;
+      const auto any = [](bool one) { return __any_sync(0xffffffffu, one) != 0; };
+      const u32 warp = (any(message == Shared::kFailed) ? Shared::kFails : 0) |
+                       (any(ready) ? Shared::kMoves : 0) | (any(left_ != 0) ? Shared::kLasts : 0);
+      if (index_ % 32 == 0) shared_.round[round & 1][index_ / 32] = warp;
+      const u32 brings = meet(round);
+      if ((brings & Shared::kFails) != 0) return;
+      if (told_ != next_) tell();
+      if (ready) {
+        ++next_;
+        shared_.left[index_] = --left_;
+      }
+      if (brings == 0) return;
+      if ((brings & Shared::kMoves) != 0) {
+        idle_ = 0;
+        since_ = 0;
+      }
+      named_barrier(kClerksMeet, kClerks);  // what is left, for those behind
+    }
+  }
+
+  // What a round brings. What the one before copied is written, or read, from here on.
+  __device__ u32 meet(u32 round) const {
+    named_barrier(kReady, kThreads + kClerks);
+    u32 brings = 0;
+    for (const u32 seen : shared_.round[round & 1]) brings |= seen;
+    return brings;
+  }
+
+  __device__ bool has_transfer() const { return !works_ && index_ < call_.count; }
+
+  // Messages of this block's part of a transfer; of an empty one too there is one.
+  __device__ u32 messages(const PairTransfer& t) const {
+    const bool sends = blockIdx.x < static_cast<u32>(call_.split);
+    if (block_ >= t.strands || (call_.split != 0 && t.sends != sends)) return 0;
+    const u64 slot = world_.geometry.mail_bytes;
+    return t.bytes == 0 ? 1 : static_cast<u32>((t.part + slot - 1) / slot);
+  }
+
+  // The message that the thread's transfer can go on with, if any. Waits for nothing, but gives up
+  // where it has waited too long.
   __device__ u32 look() {
-    if (left_ == 0) return Shared::kNotYet;
+    if (left_ == 0) return Shared::kNothing;
     const PairTransfer& t = call_.list[index_];
-    if (t.before >= 0 && shared_.left[t.before] != 0) return Shared::kNotYet;
+    if (t.before >= 0 && shared_.left[t.before] != 0) return Shared::kNothing;
     const TransferControl& own = control_of(world_, world_.rank, t.peer, block_);
     u32 seen;
     bool ready;
@@ -124,18 +165,19 @@ class Mover {
       seen = load_acquire(&own.filled[next_ % kTransferDepth]);
       ready = seen == next_ + 1;
     }
-    if (ready && (t.sends || !first_ || agrees(t, own))) return Shared::kReady;
+    const u32 message = next_ - shared_.base[index_];
+    if (ready && (t.sends || message != 0 || agrees(t, own))) return message;
     // Block 0 has a part of every transfer, and says what differs for all blocks.
     if (ready && block_ == 0) {
       refuse(t, own);
       return Shared::kFailed;
     }
     poll_again();
-    if (++idle_ % kPolls != 0) return Shared::kNotYet;
+    if (++idle_ % kPolls != 0) return Shared::kNothing;
     if (since_ == 0) since_ = clock_ns();
     const Waiting what{
         t.sends ? Phase::slot : Phase::message, t.peer, block_, -1, -1, epoch_, u64(next_) + 1};
-    return must_leave(world_, what, since_, seen) ? Shared::kFailed : Shared::kNotYet;
+    return must_leave(world_, what, since_, seen) ? Shared::kFailed : Shared::kNothing;
   }
 
   __device__ u64 word(const PairTransfer& t) const {
@@ -164,65 +206,62 @@ class Mover {
     give_up(world_, Leave::mismatch, what, count, 0, &both);
   }
 
-  // The next message of transfer i. All threads.
-  __device__ void move(int i) {
+  // A message of transfer i. All workers.
+  __device__ void move(int i, u32 number) {
     const PairTransfer& t = call_.list[i];
-    const u64 slot = world_.geometry.slot_bytes, each = part(t);
-    const u32 done = messages(t) - shared_.left[i];
-    const u64 from = min(t.bytes, block_ * each), to = min(t.bytes, from + each);
-    const u64 begin = min(to, from + done * slot), bytes = min(to - begin, slot);
-    const u32 message = shared_.base[i] + done;
-    if (t.sends)
-      copy_bytes(mail_of(world_, t.peer, world_.rank, block_, message), t.memory + begin, bytes);
-    else
-      copy_bytes(t.memory + begin, mail_of(world_, world_.rank, t.peer, block_, message), bytes);
+    const u64 slot = world_.geometry.mail_bytes;
+    const u64 from = min(t.bytes, block_ * t.part), to = min(t.bytes, from + t.part);
+    const u64 begin = min(to, from + number * slot), bytes = min(to - begin, slot);
+    const u32 message = shared_.base[i] + number;
+    unsigned char* const mail = t.sends ? mail_of(world_, t.peer, world_.rank, block_, message)
+                                        : mail_of(world_, world_.rank, t.peer, block_, message);
+    unsigned char* const memory = t.memory + begin;
+    unsigned char* const target = t.sends ? mail : memory;
+    // With 8 loads in flight so many threads had too few registers.
+    copy<4>({t.sends ? memory : mail, &target, 1, bytes});
   }
 
-  // After move(): the thread tells its transfer's other end.
+  // The clerk tells its transfer's other end of a message, the workers being through with it.
   __device__ void tell() {
     const PairTransfer& t = call_.list[index_];
     TransferControl& there = control_of(world_, t.peer, world_.rank, block_);
     TransferControl& own = control_of(world_, world_.rank, t.peer, block_);
+    const u32 slot = told_ % kTransferDepth;
+    const bool first = told_ == shared_.base[index_];
+    ++told_;
     if (t.sends) {
-      if (first_) {
-        Envelope& envelope = there.envelope[next_ % kTransferDepth];
-        store_relaxed(&envelope.count, t.count);
-        store_relaxed(&envelope.word, word(t));
+      if (first) {
+        store_relaxed(&there.envelope[slot].count, t.count);
+        store_relaxed(&there.envelope[slot].word, word(t));
       }
-      store_release(&there.filled[next_ % kTransferDepth],
-                    next_ + 1);  // the block's writes before it
+      store_release(&there.filled[slot], told_);  // the block's writes before it
     } else {
       // Relaxed: what was read has been used, or the stores before the barrier had not issued.
-      store_relaxed(&there.released, next_ + 1);
+      store_relaxed(&there.released, told_);
     }
-    first_ = false;
-    ++next_;
-    (t.sends ? own.sent : own.received) = next_;
-    shared_.left[index_] = --left_;
+    (t.sends ? own.sent : own.received) = told_;
   }
 
   const TransferCall& call_;
   const DeviceWorld& world_;
   u64 epoch_;
   Shared& shared_;
-  int block_, index_;
-  // Of the thread's transfer:
-  u32 left_ = 0, next_ = 0, number_ = 0;
-  bool first_ = false;
+  int block_;  // of those that send, or receive
+  bool works_;
+  int index_;
+  // Of a clerk's transfer. Messages are counted from the first between the two ranks: those of
+  // before `next_` are copied, or in this round, and those before `told_` told.
+  u32 left_ = 0, next_ = 0, told_ = 0, number_ = 0;
   // Looks since something moved, and when the clock was first read then.
   u32 idle_ = 0;
   u64 since_ = 0;
 };
 
-// All threads of all blocks call this last: the block that ends last counts the transfers.
-__device__ void finish(const TransferCall& call) {
+// All threads of all blocks call this last: the block that was counted last counts the transfers.
+__device__ void finish(const TransferCall& call, u32 ticket) {
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  Progress& own = *call.world.progress;
-  if (gridDim.x > 1) {
-    if (atomicAdd(&own.ticket, 1u) != gridDim.x - 1) return;
-    store_relaxed(&own.ticket, 0u);
-  }
+  if (!counts() || ticket != gridDim.x - 1) return;
+  store_relaxed(&call.world.progress->ticket, 0u);
   for (int i = 0; i < call.count; ++i) {
     const PairTransfer& t = call.list[i];
     Pair& pair = pair_of(call.world, call.world.rank, t.peer);
@@ -230,23 +269,28 @@ __device__ void finish(const TransferCall& call) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads + kClerks, 1)
     transfer_kernel(const __grid_constant__ TransferCall call) {
   __shared__ Shared shared;
   Entry entry = enter_together(call.world, [] {});
   entry.epoch = kOfTransfers | call.number;
-  if (!has_left(call.world, entry)) Mover(call, entry.epoch, shared).run();
-  finish(call);
+  const bool left = has_left(call.world, entry);
+  Mover mover(call, entry.epoch, shared);
+  if (!left) mover.begin();
+  __syncthreads();
+  const u32 ticket = count_block(call.world);  // all of its clerks know what the pairs have counted
+  if (!left) mover.run();
+  finish(call, ticket);
 }
 
 }  // namespace
 
 int launch_transfer(const TransferCall& call, int blocks, void* stream) {
-  return launch(transfer_kernel, {blocks, kThreads}, stream, call);
+  return launch(transfer_kernel, {blocks, kThreads + kClerks}, stream, call);
 }
 
 int transfer_residency(int* blocks) {
-  return residency_of<TransferCall>({transfer_kernel}, blocks);
+  return residency_of<TransferCall>({transfer_kernel}, blocks, kThreads + kClerks);
 }
 
 }  // namespace collectives::device

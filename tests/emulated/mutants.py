@@ -102,6 +102,11 @@ MUTANTS = (
         "return false;", "test_symmetric_buffers or test_pairs",
     ),
     Mutant(
+        "segments that a strand works at in turns share scratch", "plan.cu",
+        "((u64(strand_) * call_.together + at_) * call_.cells", "(u64(strand_) * call_.cells",
+        "test_large", "test_device.py",
+    ),
+    Mutant(
         "a receive that does not wait for its message", "transfer.cu",
         "ready = seen == next_ + 1;", "ready = true;", "test_every_size or test_hurried",
         "test_point_to_point.py",
@@ -113,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message of a transfer told before its block has written it", "transfer.cu",
-        "__syncthreads();  // the message is written", "// the message is written",
+        "if (told_ != next_) tell();", "if (ready) tell();",
         "test_larger_than_what_fits", "test_point_to_point.py",
     ),
     Mutant(

@@ -27,7 +27,7 @@ pytestmark = MARK
 ALL = list(range(GPUS))
 # Elements; the largest do not fit in the FIFO between two ranks, and go in many messages.
 COUNTS = (0, 1, 3, 17, 1000, 4099, 70_001, 400_001)
-# Bytes that no FIFO between two ranks holds: 32 blocks x 8 slots of up to 64 KiB.
+# Bytes that no FIFO between two ranks holds: 64 blocks x 8 slots of up to 32 KiB.
 MORE_THAN_FITS = (16 << 20) + (1 << 20)
 
 
