@@ -166,6 +166,7 @@ class DeviceCommunicator:
         node: Sequence[int],
         device: int,
         sharing: int,
+        threads: int,
         max_blocks: int,
         timeout: float,
     ) -> None: ...
@@ -218,7 +219,7 @@ class GpuSlots:
 
 @final
 class Staging:
-    def __init__(self, *, device: int, slot_bytes: int) -> None: ...
+    def __init__(self, *, device: int, slot_bytes: int, threads: int) -> None: ...
     def run(
         self,
         comm: Communicator,

@@ -149,6 +149,7 @@ class DeviceEngine:
             raise ConfigError(f"COLLECTIVES_GPU_PATH differs between ranks ({paths})")
         mine = (os.getpid(), device)
         sharing = max(sharing, sum((i["pid"], i["device"]) == mine for i in infos))
+        threads = sum(i["pid"] == os.getpid() for i in infos)
         blocks, core = 0, None
         try:
             core = _core.DeviceCommunicator(
@@ -157,6 +158,7 @@ class DeviceEngine:
                 node=nodes,
                 device=device,
                 sharing=sharing,
+                threads=max(threads, sharing),
                 max_blocks=max_blocks,
                 timeout=bootstrap.timeout,
             )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from .bootstrap import Bootstrap
+from .bootstrap import Bootstrap, host_key
 from .config import Settings
 from .device import DeviceEngine, why_no_gpu
 from .device_memory import NoSymmetricMemory
@@ -96,11 +96,15 @@ class StagedEngine(DeviceEngine):
         warn_if_bound(bootstrap.rank)
         why = why_no_gpu(device) or _why_no_thread(bootstrap)
         settings = Settings()
-        answers = self._agree("cannot stage arrays of a GPU", why, slot=settings.staging)
+        mine = [host_key(), os.getpid()]
+        answers = self._agree(
+            "cannot stage arrays of a GPU", why, slot=settings.staging, process=mine
+        )
+        threads = sum(a["process"] == mine for a in answers)
         self.slot_bytes = min(int(a["slot"]) for a in answers)
         why, core = "", None
         try:
-            core = _core.Staging(device=device, slot_bytes=self.slot_bytes)
+            core = _core.Staging(device=device, slot_bytes=self.slot_bytes, threads=threads)
         except CollectiveError as error:
             why = str(error)
         self._agree("cannot set up its GPU", why)

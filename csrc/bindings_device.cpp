@@ -39,13 +39,14 @@ void bind_device(py::module_& m) {
   m.def("gpu_of", &gpu_of, py::arg("pointer"), Unlocked());
   py::class_<DeviceCommunicator, std::shared_ptr<DeviceCommunicator>>(m, "DeviceCommunicator")
       .def(py::init([](int rank, int nranks, std::vector<int> node, int device, int sharing,
-                       int max_blocks, double timeout) {
+                       int threads, int max_blocks, double timeout) {
              DeviceConfig config;
              config.rank = rank;
              config.nranks = nranks;
              config.node = std::move(node);
              config.device = device;
              config.sharing = sharing;
+             config.threads = threads;
              config.max_blocks = max_blocks;
              config.timeout_s = timeout;
              WithoutGil release;
@@ -60,7 +61,7 @@ void bind_device(py::module_& m) {
                                                         });
            }),
            py::kw_only(), py::arg("rank"), py::arg("nranks"), py::arg("node"), py::arg("device"),
-           py::arg("sharing"), py::arg("max_blocks"), py::arg("timeout"))
+           py::arg("sharing"), py::arg("threads"), py::arg("max_blocks"), py::arg("timeout"))
       .def_property_readonly("blocks", &DeviceCommunicator::blocks)
       // `home`: "device", "pinned" or "shared".
       .def(
@@ -149,17 +150,17 @@ void bind_staging(py::module_& m) {
   py::class_<GpuSlots, std::shared_ptr<GpuSlots>>(m, "GpuSlots")
       .def_property_readonly("slot_bytes", &GpuSlots::slot_bytes);
   py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
-      .def(py::init([](int device, std::size_t slot_bytes) {
+      .def(py::init([](int device, std::size_t slot_bytes, int threads) {
              WithoutGil release;
              const Birth birth;
-             return std::shared_ptr<Staging>(new Staging(device, slot_bytes),
+             return std::shared_ptr<Staging>(new Staging(device, slot_bytes, threads),
                                              [birth](Staging* object) {
                                                if (birth.in_child()) return;
                                                WithoutGil unlocked;
                                                delete object;
                                              });
            }),
-           py::kw_only(), py::arg("device"), py::arg("slot_bytes"))
+           py::kw_only(), py::arg("device"), py::arg("slot_bytes"), py::arg("threads"))
       // `arguments`: what Communicator's own calls take, for those of the rail if `way` is "rail".
       .def(
           "run",

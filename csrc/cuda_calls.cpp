@@ -174,7 +174,8 @@ void DeviceCommunicator::Impl::follow(cudaStream_t next) {
   unsigned long long capture = 0;
   check_cuda(cudaStreamGetCaptureInfo(next, &status, &capture), "cudaStreamGetCaptureInfo");
   if (status != cudaStreamCaptureStatusActive) capture = 0;
-  if (next != last_stream) check_owner(config.device, next);
+  // To ask during a capture would end it.
+  if (capture == 0 && (next != last_stream || last_capture != 0)) check_owner(config.device, next);
   // (That of each thread is another.)
   const bool same = next == last_stream && next != cudaStreamPerThread;
   if (capture == 0) {
@@ -374,8 +375,8 @@ void DeviceCommunicator::Impl::prepare_program(const Call& call, const DeviceOpt
     std::copy(u.channels.begin(), u.channels.end(), c.channel);
     c.cells = program.scratch_cells;
     c.cell_bytes = (segment * e + 63) / 64 * 64;
-    c.together = static_cast<int>(
-        std::min<std::uint64_t>(kTogether, (l.segments + c.lanes - 1) / c.lanes));
+    c.together =
+        static_cast<int>(std::min<std::uint64_t>(kTogether, (l.segments + c.lanes - 1) / c.lanes));
     made->grid = c.lanes * c.channels;
     c.scratch = scratch(c.cell_bytes * c.cells * c.together * made->grid);
   }

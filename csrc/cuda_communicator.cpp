@@ -48,7 +48,7 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   for (cudaEvent_t* event : {&last_event, &branch_event})
     check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
-  if (config.sharing > 1) sharer.emplace(config.device);
+  if (config.threads > 1) sharer.emplace();
   void* pinned = nullptr;
   check_cuda(cudaHostAlloc(&pinned, sizeof(Control), cudaHostAllocMapped | cudaHostAllocPortable),
              "cudaHostAlloc");
@@ -56,9 +56,9 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   std::memset(pinned, 0, sizeof(Control));
 }
 
-// Where memory is made: ranks that share a GPU all come to it, so none has a kernel that waits.
+// Where memory is made: ranks beside each other all come to it, so none has a kernel that waits.
 void DeviceCommunicator::Impl::free_what_ended() {
-  if (sharer.has_value() || !is_shared(config.device)) free_dropped_memory(config.device);
+  if (sharer.has_value() || !is_shared()) free_dropped_memory(config.device);
 }
 
 DeviceCommunicator::Impl::~Impl() { close(); }
@@ -85,11 +85,8 @@ void DeviceCommunicator::Impl::close() {
   }
   arenas.reset();
   progress.reset();
-  // Freeing waits for the GPU, where kernels of other ranks, of whatever communicator, may wait for
-  // this thread.
-  const bool shared = sharer.has_value();
   sharer.reset();
-  if (!shared && !is_shared(config.device)) free_dropped_memory(config.device);
+  free_what_nobody_shares();
   for (const cudaEvent_t event : {last_event, branch_event})
     if (event != nullptr) cudaEventDestroy(event);
   if (stream != nullptr) cudaStreamDestroy(stream);

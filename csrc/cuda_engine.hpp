@@ -149,7 +149,7 @@ struct DeviceCommunicator::Impl {
   device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
   cudaStream_t stream = nullptr;         // private: set-up only
-  std::optional<device::Sharer> sharer;  // if other ranks of this process are on the GPU
+  std::optional<device::Sharer> sharer;  // if there are other ranks of this process
   cudaEvent_t last_event = nullptr;      // behind the last call that was not captured
   cudaEvent_t branch_event = nullptr;    // between branches of a graph
   cudaStream_t last_stream = nullptr;

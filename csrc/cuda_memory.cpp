@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "errors.hpp"
@@ -102,6 +104,7 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   Geometry g;
   g.strands = strands;
   g.slot_bytes = slot;
+  g.mail_bytes = slot / 2;
   g.packet_units = packets / 8;
   g.controls = aligned(sizeof(State));
   g.slots = g.controls + aligned(sizeof(FifoControl) * nranks * strands);
@@ -112,7 +115,7 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   g.pairs = aligned(g.lines + 2 * peers * g.lines_each * 128);
   g.transfers = g.pairs + aligned(sizeof(Pair) * nranks);
   g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * kTransferStrands);
-  g.bytes = g.mail + u64(nranks) * kTransferStrands * kTransferDepth * g.slot_bytes;
+  g.bytes = g.mail + u64(nranks) * kTransferStrands * kTransferDepth * g.mail_bytes;
   return g;
 }
 
@@ -143,30 +146,11 @@ std::vector<Dropped>& dropped() {  // lives as long as the process, as arrays ma
 
 }  // namespace
 
-namespace {
+static std::atomic<int> sharers{0};
 
-std::mutex sharers_mutex;
-std::map<int, int>& sharers() {  // how many, by GPU; lives as long as the process
-  static auto* const all = new std::map<int, int>;
-  return *all;
-}
-
-}  // namespace
-
-Sharer::Sharer(int device) : device_(device) {
-  const std::lock_guard lock(sharers_mutex);
-  ++sharers()[device];
-}
-
-Sharer::~Sharer() {
-  const std::lock_guard lock(sharers_mutex);
-  --sharers()[device_];
-}
-
-bool is_shared(int device) {
-  const std::lock_guard lock(sharers_mutex);
-  return sharers()[device] > 0;
-}
+Sharer::Sharer() { ++sharers; }
+Sharer::~Sharer() { --sharers; }
+bool is_shared() { return sharers > 0; }
 
 void drop_memory(int device, void* pointer, Home home) {
   if (pointer == nullptr) return;
@@ -186,6 +170,16 @@ void free_dropped_memory(int device) {
   }
   const OnDevice current(device, std::nothrow);
   for (const Dropped& one : mine) one.free();
+}
+
+void free_what_nobody_shares() {
+  if (is_shared()) return;
+  std::set<int> devices;
+  {
+    const std::lock_guard lock(dropped_mutex);
+    for (const Dropped& one : dropped()) devices.insert(one.device);
+  }
+  for (const int device : devices) free_dropped_memory(device);
 }
 
 namespace {
@@ -399,4 +393,5 @@ void Arenas::map_ipc(int peer, const char* handle, const std::string& pair) {
 }
 
 }  // namespace device
+
 }  // namespace collectives

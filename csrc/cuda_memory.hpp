@@ -85,24 +85,24 @@ class Memory {
 
 // Frees memory, in time: as that which Memory held.
 void drop_memory(int device, void* pointer, Home home);
-// Frees all Memory of a GPU that has ended. To be called where that GPU may be waited for; new
-// Memory does if there is too little.
+// Frees all Memory of a GPU that has ended. To be called where GPUs may be waited for; new Memory
+// does if there is too little.
 void free_dropped_memory(int device);
+// That of all GPUs, unless there is a Sharer.
+void free_what_nobody_shares();
 
-// A rank that shares its GPU with others of this process: their kernels may wait for any of its
-// threads, so that none may wait for the GPU.
+// There are ranks beside others of this process: kernels may wait for any of its threads, on
+// whatever GPU, so that none may wait for a GPU. (Freeing does, and freeing pinned memory for all
+// GPUs; meanwhile the driver lets no other thread launch anything.)
 class Sharer {
  public:
-  explicit Sharer(int device);
+  Sharer();
   ~Sharer();
   Sharer(const Sharer&) = delete;
   Sharer& operator=(const Sharer&) = delete;
-
- private:
-  int device_;
 };
 // Is there a Sharer?
-bool is_shared(int device);
+bool is_shared();
 
 // One rank's arena, and the way to the others'.
 class Arenas {

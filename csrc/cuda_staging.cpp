@@ -79,7 +79,7 @@ struct Staging::State {
     cudaEvent_t filled = nullptr, emptied = nullptr;
   };
 
-  State(int device, std::size_t slot_bytes);
+  State(int device, std::size_t slot_bytes, int threads);
   ~State() { close(); }
 
   void check();
@@ -104,6 +104,7 @@ struct Staging::State {
   u64 issued = 0;
   std::atomic<u64> straight{0};
   bool closed = false;
+  std::optional<Sharer> sharer;  // if there are other ranks of this process
   // Where calls go along rails; used while a call has its turn.
   DeviceCommunicator* near = nullptr;
   Communicator* rail = nullptr;
@@ -115,7 +116,9 @@ struct Staging::State {
   std::deque<cudaEvent_t> waits_left;  // behind each kernel that waits, until it was seen to end
 };
 
-Staging::State::State(int d, std::size_t bytes) : device(d), slot_bytes((bytes + 63) / 64 * 64) {
+Staging::State::State(int d, std::size_t bytes, int threads)
+    : device(d), slot_bytes((bytes + 63) / 64 * 64) {
+  if (threads > 1) sharer.emplace();
   std::string why;
   const int count = device_count(&why);
   if (count == 0) throw Error(ErrorKind::unsupported, why);
@@ -189,8 +192,10 @@ void Staging::State::close() {
   for (const Slot& slot : slots)
     for (const cudaEvent_t one : {slot.filled, slot.emptied})
       if (one != nullptr) cudaEventDestroy(one);
-  if (pinned != nullptr) cudaFreeHost(pinned);
-  if (control != nullptr) cudaFreeHost(control);
+  drop_memory(device, pinned, Home::pinned);
+  drop_memory(device, control, Home::pinned);
+  sharer.reset();
+  free_what_nobody_shares();
 }
 
 // ---- a call, when its turn has come -------------------------------------------------------------
@@ -432,8 +437,8 @@ void Staging::Turn::run_slices(Communicator& comm) {
 
 // ---- the interface ------------------------------------------------------------------------------
 
-Staging::Staging(int device, std::size_t slot_bytes)
-    : state_(std::make_shared<State>(device, slot_bytes)) {}
+Staging::Staging(int device, std::size_t slot_bytes, int threads)
+    : state_(std::make_shared<State>(device, slot_bytes, threads)) {}
 Staging::~Staging() { state_->close(); }
 
 void Staging::join(DeviceCommunicator& near, Communicator& rail, std::vector<int> ranks) {
@@ -479,7 +484,7 @@ std::uintptr_t Staging::make_scratch(std::size_t bytes) {
   if (bytes == 0) return 0;
   const WhileCapturing relaxed;
   const OnDevice current(state_->device);
-  if (!is_shared(state_->device)) free_dropped_memory(state_->device);
+  if (!is_shared()) free_dropped_memory(state_->device);
   state_->scratch = std::make_unique<Memory>(state_->device, bytes, Home::device);
   return reinterpret_cast<std::uintptr_t>(state_->scratch->get());
 }

@@ -39,6 +39,7 @@ struct DeviceConfig {
   std::vector<int> node;
   int device = 0;      // ordinal in this process
   int sharing = 1;     // ranks of this process on this GPU, this one counted
+  int threads = 1;     // and on any GPU
   int max_blocks = 0;  // thread blocks of a kernel at most; 0: as many as help
   double timeout_s = 300;
 };

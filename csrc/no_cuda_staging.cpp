@@ -21,7 +21,7 @@ char* GpuSlots::take(std::size_t) { refuse(); }
 void GpuSlots::abandon() { refuse(); }
 std::string GpuSlots::probe(MpiTransport&, double, std::byte*, std::byte*) { refuse(); }
 
-Staging::Staging(int, std::size_t) { refuse(); }
+Staging::Staging(int, std::size_t, int) { refuse(); }
 Staging::~Staging() = default;
 void Staging::run(Communicator&, const Call&, const Communicator::Options&, std::uintptr_t, Way) {
   refuse();

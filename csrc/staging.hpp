@@ -32,8 +32,9 @@ class Staging {
   enum class Way { whole, rail, agreement };
 
   // Allocates 2 * 2 * slot_bytes of pinned memory (two slots, each with an input and an output),
-  // and tests that copies go on while a kernel waits: else Error(unsupported).
-  Staging(int device, std::size_t slot_bytes);
+  // and tests that copies go on while a kernel waits: else Error(unsupported). `threads`: ranks of
+  // this process.
+  Staging(int device, std::size_t slot_bytes, int threads);
   ~Staging();
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;

@@ -206,6 +206,7 @@ cudaError_t cudaHostRegister(void* pointer, std::size_t bytes, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
+  wait_for_all_devices();  // as the real one does
   const std::lock_guard lock(memory().mutex);
   const auto found = memory().pinned.find(static_cast<char*>(pointer));
   if (found == memory().pinned.end() || !found->second.registered)
@@ -214,6 +215,8 @@ cudaError_t cudaHostUnregister(void* pointer) {
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* pointer) {
+  if (pointer == nullptr) return cudaSuccess;
+  wait_for_all_devices();  // as the real one does
   const std::lock_guard lock(memory().mutex);
   const auto found = memory().pinned.find(static_cast<char*>(pointer));
   if (found == memory().pinned.end() || found->second.registered)

@@ -29,5 +29,7 @@ using Work = std::function<void()>;
 cudaError_t put(cudaStream_t stream, Work work);
 bool is_capturing(cudaStream_t stream);
 void wait_for_device(int device);
+// Meanwhile no thread can put anything on a stream.
+void wait_for_all_devices();
 
 }  // namespace emulated

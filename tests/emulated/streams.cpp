@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <shared_mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -127,7 +128,7 @@ Places& places(int device) {
 // Work that was recorded in place of being done.
 struct EmulatedGraph {
   unsigned long long id = 0;
-  bool valid = true;
+  bool broken = false;  // by what may not be done in a capture
   std::vector<Work> nodes;
 };
 
@@ -226,7 +227,14 @@ EmulatedStream* stream_of(cudaStream_t stream) {
 
 namespace emulated {
 
+namespace {
+
+std::shared_mutex driver;  // held alone by what waits for all devices
+
+}  // namespace
+
 cudaError_t put(cudaStream_t stream, Work work) {
+  const std::shared_lock lock(driver);
   EmulatedStream* s = stream_of(stream);
   if (s->capture != nullptr) {
     s->capture->nodes.push_back(std::move(work));
@@ -247,6 +255,11 @@ void wait_for_device(int device) {
       if (one->device == device) on_device.push_back(one);
   }
   for (EmulatedStream* one : on_device) one->wait_all();
+}
+
+void wait_for_all_devices() {
+  const std::unique_lock lock(driver);
+  for (int device = 0; device < devices(); ++device) wait_for_device(device);
 }
 
 // ---- launches -----------------------------------------------------------------------------------
@@ -300,17 +313,24 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   streams().all.erase(stream);
   return cudaSuccess;
 }
+// What may not be asked of a stream that is captured, and ends the capture.
+static bool ends_capture(cudaStream_t stream) {
+  EmulatedStream* s = stream_of(stream);
+  if (s->capture != nullptr) s->capture->broken = true;
+  return s->capture != nullptr;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  if (stream_of(stream)->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  if (ends_capture(stream)) return fail(cudaErrorStreamCaptureUnsupported);
   stream_of(stream)->wait_all();
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  if (stream_of(stream)->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  if (ends_capture(stream)) return fail(cudaErrorStreamCaptureUnsupported);
   return stream_of(stream)->idle() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
   if (std::getenv("EMULATED_OLD_DRIVER") != nullptr) return fail(cudaErrorCallRequiresNewerDriver);
+  if (ends_capture(stream)) return fail(cudaErrorStreamCaptureUnsupported);
   *device = stream_of(stream)->device;
   return cudaSuccess;
 }
@@ -376,11 +396,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   EmulatedStream* s = stream_of(stream);
   if (s->capture == nullptr) return fail(cudaErrorInvalidValue);
   const auto captured = s->capture;
-  *graph = new EmulatedGraph(*captured);
+  *graph = captured->broken ? nullptr : new EmulatedGraph(*captured);
   const std::lock_guard lock(streams().mutex);
   for (EmulatedStream* one : streams().all)
     if (one->capture == captured) one->capture = nullptr;
-  return cudaSuccess;
+  return captured->broken ? fail(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id) {

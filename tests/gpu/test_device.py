@@ -265,6 +265,29 @@ def test_errors_in_words() -> None:
     assert run_on(2, [0], body, timeout=20) == [1, 1]
 
 
+def test_a_stream_whose_first_call_is_captured() -> None:
+    """As torch.cuda.graph does it; and then one that is not."""
+
+    def body(comm: OnDevice) -> int:
+        x = filled(comm, 8, 1)
+        comm.comm.barrier()
+        with cupy.cuda.Device(comm.device):
+            stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            comm.comm.all_reduce(x)
+            graph = stream.end_capture()
+            comm.comm.barrier()
+            graph.launch(stream)
+            comm.comm.all_reduce(x)
+        stream.synchronize()
+        comm.comm.synchronize()
+        assert (back(comm, x) == 4).all()
+        return 1
+
+    assert run_on(2, PLACES[-1], body, timeout=20) == [1, 1]
+
+
 @TWO_GPUS
 def test_a_stream_of_another_gpu() -> None:
     """It is refused in words, the others hear of it, and nothing is written."""
@@ -276,7 +299,8 @@ def test_a_stream_of_another_gpu() -> None:
             stream = cupy.cuda.Stream(non_blocking=True)
         words = "its stream is one of GPU 0" if comm.rank == 1 else "rank 1"
         with pytest.raises(cc.CollectiveError, match=words):
-            comm.comm.all_reduce(x, stream=stream)
+            # By its handle, which does not say whose it is: cupy's streams do.
+            comm.comm.all_reduce(x, stream=stream.ptr)
             comm.comm.synchronize()
         stream.synchronize()
         assert (back(comm, x) == 7).all()

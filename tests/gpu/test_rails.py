@@ -368,7 +368,8 @@ def test_a_stream_of_another_gpu() -> None:
         if comm.rank == 1:
             with cupy.cuda.Device(1 - comm.device):
                 other = cupy.cuda.Stream(non_blocking=True)
-            error = raised(lambda: comm.comm.all_reduce(x, stream=other))
+            # By its handle, which does not say whose it is: cupy's streams do.
+            error = raised(lambda: comm.comm.all_reduce(x, stream=other.ptr))
             assert f"its stream is one of GPU {1 - comm.device}" in str(error)
         comm.comm.all_reduce(x, stream=comm.stream)
         comm.finish()

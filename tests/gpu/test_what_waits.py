@@ -49,6 +49,35 @@ def test_waiting_for_a_call_does_not_wait_for_later_ones() -> None:
     assert run_on(2, ALL, body, timeout=20) == [True] * 2
 
 
+@pytest.mark.parametrize("nodes", [None, [0, 1, 2]], ids=["one node", "staged"])
+def test_closing_waits_for_no_kernel_of_another_rank(nodes: list[int] | None) -> None:
+    """Freeing pinned memory waits for all GPUs, and lets no thread launch anything meanwhile: so
+    what rank 0 waits for would never come. Rank 1 is alone in its communicator.
+    """
+    launched, closed = threading.Event(), threading.Event()
+
+    def body(comm: OnDevice) -> bool:
+        part = comm.comm.split(comm.rank == 1)
+        x = filled(comm, 5000, comm.rank + 1)
+        with comm.stream:
+            part.all_reduce(x)
+            part.synchronize()
+            comm.meet()
+            if comm.rank == 1:
+                assert launched.wait(10)
+                part.close()
+                closed.set()
+                return True
+            if comm.rank == 2 and not closed.wait(10):
+                return False
+            part.all_reduce(x)
+            launched.set()
+            part.synchronize()
+        return bool((back(comm, x) == 8).all())
+
+    assert run_on(3, ALL, body, nodes=nodes, timeout=20) == [True] * 3
+
+
 @TWO_GPUS
 @pytest.mark.skipif(
     not EMULATED, reason="CUDA does not tell what started early; tests/emulated, in CI, does"
