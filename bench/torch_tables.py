@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import turns
+
 NO_STEPS = (
     "No results yet: `torchrun --nproc-per-node 2 bench/torch_gpu.py --json "
     "bench/results/torch-gpu-2.json`, then `python bench/table.py`."
@@ -90,32 +92,52 @@ def training(folder: Path) -> list[str]:
             f"{header['nccl']}; a decoder of {header['parameters'] / 1e6:.0f} million parameters "
             f"in bfloat16, AdamW; {counted} steps of each way in one run "
             f"(`{header['command']}`, commit {header['commit'][:12]}, {header['date'][:10]}). "
-            "Batches are sequences x tokens a rank.",
+            "Batches are sequences x tokens a rank; a ratio is of turns side by side: their median, "
+            "least and greatest.",
             "",
         ]
         head = [""]
         for batch in batches:
-            head += [f"{batch}: step", "90th percentile", "exposed", "scaling", "memory"]
+            head += [
+                f"{batch}: step",
+                "90th percentile",
+                "÷ torch's",
+                "exposed",
+                "scaling",
+                "memory",
+            ]
         body = []
         for name in dict.fromkeys(row["name"] for row in rows):
             cells = [name.replace("collectives alone", "this trainer alone")]
             cells[0] = cells[0].removeprefix("collectives ")
             for batch in batches:
                 row = found.get((name, batch))
-                cells += [""] * 5 if row is None else _cells_of_training(row)
+                beside = found.get((_BESIDE.get(name, ""), batch))
+                cells += [""] * 6 if row is None else _cells_of_training(row, beside)
             body.append(cells)
         lines += [*_rows(head, body), ""]
     return lines[:-1] or [NO_TRAINING]
 
 
-def _cells_of_training(row: dict[str, Any]) -> list[str]:
+# What the ways of the trainer are compared with.
+_BESIDE = {
+    "collectives alone": "torch alone",
+    **{f"collectives ZeRO-{stage}": "torch DDP" for stage in (0, 1, 2)},
+    "collectives ZeRO-3": "torch FSDP2",
+}
+
+
+def _cells_of_training(row: dict[str, Any], beside: dict[str, Any] | None) -> list[str]:
     alone = "alone" in row["name"]
+    ratio = None if beside is None else turns.ratios(row["turns_ms"], beside["turns_ms"])
+    memory = row["device_peak_bytes"]  # None where all ways are set up
     return [
         f"{row['median_ms']:.1f} ms",
         f"{row['p90_ms']:.1f} ms",
+        "" if ratio is None else f"{ratio['median']:.2f} ({_range(ratio['spread'], 2)})",
         "" if alone else f"{row['exposed_ms']:.1f} ms",
         "" if alone else f"{row['scaling_efficiency']:.2f}",
-        f"{row['device_peak_bytes'] / (1 << 30):.1f} GiB",
+        "" if memory is None else f"{memory / (1 << 30):.1f} GiB",
     ]
 
 

@@ -6,9 +6,11 @@ A decoder of about 355 million parameters (24 layers of width 1024, tied embeddi
 another) in bfloat16, AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. Parameters and both
 moments are bfloat16 in all ways, as torch's AdamW keeps them; `--master-weights` gives the trainer
 what it has unless it is told otherwise, float32 masters and moments. One way is set up at a time,
-since all together would not fit; the ways take turns, forth and back (see turns.py), `--rounds`
-times or as often as fits in `--seconds`, and the first steps of each turn are not counted. The file
-is written after each turn. "alone" is the same model and step on each GPU by itself, in plain torch
+and its memory noted; the ways take turns, forth and back (see turns.py), `--rounds` times or as
+often as fits in `--seconds`, and the first steps of each turn are not counted. With `--together`
+all ways stay set up, if a GPU has memory for that, so that turns may be short: where the host is
+the bound, and gets slower and faster from one minute to the next, neighbours are still alike. The
+file is written after each turn. "alone" is the same model and step on each GPU by itself, in plain torch
 and in the trainer on one rank. Exposed communication is the median of a way less that of its
 "alone", scaling efficiency their ratio (so stages 1 to 3, whose ranks step a part of the
 parameters, are given the time that this saves). Losses of all ways are compared before anything is
@@ -162,7 +164,7 @@ class Bench:
         return OurStep(Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, **settings))
 
     def turn(self, make: Callable[[], Any], batch: Batch, steps: int, warm: int) -> dict[str, Any]:
-        """Seconds of `steps` steps, bytes at most and by whom, and the loss of the first."""
+        """`measure` of a way that is set up for that alone, and bytes at most and by whom."""
         gc.collect()
         if not self.small:
             import cupy
@@ -171,6 +173,23 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         step = make()
+        found = self.measure(step, batch, steps, warm)
+        free = found.pop("free")
+        # Of the device, not of torch's allocator alone: cupy and NCCL have memory of their own.
+        if not self.small:
+            found["memory"] = {
+                "device_peak_bytes": torch.cuda.mem_get_info()[1] - min(free),
+                "torch_peak_bytes": torch.cuda.max_memory_allocated(),
+                "torch_reserved_bytes": torch.cuda.max_memory_reserved(),
+                "cupy_bytes": cupy.get_default_memory_pool().total_bytes(),
+            }
+        getattr(step, "close", lambda: None)()
+        return found
+
+    def measure(
+        self, step: Callable[[Batch], float], batch: Batch, steps: int, warm: int
+    ) -> dict[str, Any]:
+        """Seconds of `steps` steps, the loss of the first, and what of the device was free."""
         seconds, first = [], 0.0
         free = [] if self.small else [torch.cuda.mem_get_info()[0]]
         for number in range(warm + steps):
@@ -186,17 +205,8 @@ class Bench:
                 first = float(self.comm.all_reduce(np.array([value]), "avg")[0])
             if not self.small:
                 free.append(torch.cuda.mem_get_info()[0])
-        # Of the device, not of torch's allocator alone: cupy and NCCL have memory of their own.
         memory: dict[str, Any] = {"device_peak_bytes": None}
-        if not self.small:
-            memory = {
-                "device_peak_bytes": torch.cuda.mem_get_info()[1] - min(free),
-                "torch_peak_bytes": torch.cuda.max_memory_allocated(),
-                "torch_reserved_bytes": torch.cuda.max_memory_reserved(),
-                "cupy_bytes": cupy.get_default_memory_pool().total_bytes(),
-            }
-        getattr(step, "close", lambda: None)()
-        return {"seconds": seconds, "memory": memory, "loss": first}
+        return {"seconds": seconds, "memory": memory, "loss": first, "free": free}
 
 
 def main() -> None:
@@ -207,6 +217,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--batches", default="4x1024,1x256", help="sequences x tokens a rank")
     parser.add_argument("--model", default="24x1024", help="layers x width, in heads of 64")
+    parser.add_argument("--together", action="store_true", help="all ways stay set up")
     parser.add_argument("--ways", help="only those whose names hold one of these, by commas")
     parser.add_argument(
         "--master-weights", action="store_true", help="the trainer keeps float32 masters and state"
@@ -246,14 +257,30 @@ def main() -> None:
             if comm.rank == 0:
                 turns.write(args.json, {"header": about, "rows": rows})
 
+        made: dict[str, Any] = {}  # by way, if they stay
+
+        def measure(of: Turn) -> dict[str, Any]:
+            batch, make = batches[of[0]], ways[of[1]]
+            if not args.together:
+                return bench.turn(make, batch, args.steps, args.warm)
+            first = of[1] not in made
+            if first:
+                made[of[1]] = make()
+            found = bench.measure(made[of[1]], batch, args.steps, args.warm)
+            if not first:  # it has trained, and those "alone" on other data than the rest
+                found["loss"] = None
+            return found
+
         found = turns.in_turns(
             [(text, name) for text in batches for name in ways],
-            lambda of: bench.turn(ways[of[1]], batches[of[0]], args.steps, args.warm),
+            measure,
             told,
             rounds=args.rounds,
             until=until,
             agree=agree,
         )
+        for step in made.values():
+            getattr(step, "close", lambda: None)()
         if comm.rank == 0:
             for row in compare(found):
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
@@ -269,11 +296,9 @@ def compare(found: dict[Turn, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         plain, alone = found[text, "torch alone"], found[text, f"{name.split()[0]} alone"]
         if not (had and plain and alone):
             continue
-        loss_alone = plain[0]["loss"]
-        if not abs(had[0]["loss"] - loss_alone) <= 1e-2 * abs(loss_alone):
-            raise SystemExit(
-                f"{text}: the first loss of {name} is {had[0]['loss']}, alone it is {loss_alone}"
-            )
+        first, wanted = had[0]["loss"], plain[0]["loss"]
+        if first is not None and not abs(first - wanted) <= 1e-2 * abs(wanted):
+            raise SystemExit(f"{text}: the first loss of {name} is {first}, alone it is {wanted}")
         base = float(np.median([s for turn in alone for s in turn["seconds"]]))
         seconds = [s for turn in had for s in turn["seconds"]]
         median = float(np.median(seconds))
@@ -287,7 +312,7 @@ def compare(found: dict[Turn, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                 "exposed_ms": 1e3 * (median - base),
                 "scaling_efficiency": base / median,
                 **max((turn["memory"] for turn in had), key=lambda m: m["device_peak_bytes"] or 0),
-                "first_loss": had[0]["loss"],
+                "first_loss": first,
                 "steps": len(seconds),
             }
         )

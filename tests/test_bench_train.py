@@ -17,7 +17,9 @@ pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parent.parent / "bench" / "train_gpu.py"
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, ["--master-weights"]), (2, [])])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, ["--master-weights"]), (2, []), (2, ["--together"])]
+)
 def test_all_ways_are_told(ranks, more, tmp_path):
     told = tmp_path / "told.json"
     command = [sys.executable, "-m", "collectives", "run", "-n", str(ranks), str(SCRIPT), "--small"]
