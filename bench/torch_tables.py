@@ -92,8 +92,8 @@ def training(folder: Path) -> list[str]:
             f"{header['nccl']}; a decoder of {header['parameters'] / 1e6:.0f} million parameters "
             f"in bfloat16, AdamW; {counted} steps of each way in one run "
             f"(`{header['command']}`, commit {header['commit'][:12]}, {header['date'][:10]}). "
-            "Batches are sequences x tokens a rank; a ratio is of turns side by side: their median, "
-            "least and greatest.",
+            "Batches are sequences x tokens a rank; a ratio is of turns side by side: the median, "
+            "the least and the greatest.",
             "",
         ]
         head = [""]

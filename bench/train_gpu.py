@@ -10,8 +10,8 @@ and its memory noted; the ways take turns, forth and back (see turns.py), `--rou
 often as fits in `--seconds`, and the first steps of each turn are not counted. With `--together`
 all ways stay set up, if a GPU has memory for that, so that turns may be short: where the host is
 the bound, and gets slower and faster from one minute to the next, neighbours are still alike. The
-file is written after each turn. "alone" is the same model and step on each GPU by itself, in plain torch
-and in the trainer on one rank. Exposed communication is the median of a way less that of its
+file is written after each turn. "alone" is the same model and step on each GPU by itself, in plain
+torch and in the trainer on one rank. Exposed communication is the median of a way less that of its
 "alone", scaling efficiency their ratio (so stages 1 to 3, whose ranks step a part of the
 parameters, are given the time that this saves). Losses of all ways are compared before anything is
 told. Every step is as long as the slowest rank takes. --small is a tiny model on CPUs over Gloo, to
