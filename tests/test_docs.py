@@ -367,18 +367,22 @@ def test_table_of_training(tmp_path):
     tables = load(ROOT / "bench" / "torch_tables.py")
     assert tables.training(tmp_path) == [tables.NO_TRAINING]
     row = {"median_ms": 10.0, "p90_ms": 12.0, "exposed_ms": 2.0, "scaling_efficiency": 0.8}
-    row |= {"device_peak_bytes": 3 << 30, "steps": 7}
+    row |= {"device_peak_bytes": 3 << 30, "steps": 7, "turns_ms": [10.0, 12.0, 9.0]}
     rows = [
         {**row, "name": "torch alone", "batch": "4x8"},
+        {**row, "name": "torch DDP", "batch": "4x8", "turns_ms": [20.0, 10.0, 10.0]},
         {**row, "name": "collectives ZeRO-1", "batch": "4x8"},
         {**row, "name": "collectives ZeRO-1", "batch": "1x2", "steps": 9},
+        {**row, "name": "torch DDP", "batch": "1x2", "device_peak_bytes": None},
     ]
     header = {"versions": {"torch": "2.11"}, "commit": "abc", "date": "2000-01-01", "ranks": 2}
     header |= {"gpu": "NVIDIA H100", "nccl": "2.28", "parameters": 355e6, "command": "x.py"}
     (tmp_path / "train-gpu-2.json").write_text(json.dumps({"header": header, "rows": rows}))
     text = "\n".join(tables.training(tmp_path))
-    assert "| torch alone | 10.0 ms | 12.0 ms |  |  | 3.0 GiB |  |  |  |  |  |" in text
-    assert "| ZeRO-1 | 10.0 ms | 12.0 ms | 2.0 ms | 0.80 | 3.0 GiB | 10.0 ms |" in text
+    assert "| torch alone | 10.0 ms | 12.0 ms |  |  |  | 3.0 GiB |  |  |  |  |  |  |" in text
+    ratio = "0.90 (0.50 to 1.20)"  # of turns side by side
+    assert f"| ZeRO-1 | 10.0 ms | 12.0 ms | {ratio} | 2.0 ms | 0.80 | 3.0 GiB | 10.0 ms |" in text
+    assert "| 10.0 ms | 12.0 ms |  | 2.0 ms | 0.80 |  |" in text  # all set up: memory says nothing
     assert "355 million parameters" in text and "7 to 9 steps" in text
 
 
