@@ -42,19 +42,17 @@ def test_the_mean_over_uneven_parts(stage):
         assert np.allclose(w, -2 * x.mean(axis=0), atol=1e-15)
 
 
+def over_tokens(comm, count):
+    weights = {"w": np.zeros(3)}
+    return Trainer(linear, SGD(lr=1.0), comm, params=weights, normalize="tokens", count=count)
+
+
 def test_the_mean_over_tokens():
     """Rank 0 has one sample of 2 tokens, rank 1 one of 6."""
 
     def body(comm):
         batch = np.full((1, 3), [2.0, 6.0][comm.rank])
-        trainer = Trainer(
-            linear,
-            SGD(lr=1.0),
-            comm,
-            params={"w": np.zeros(3)},
-            normalize="tokens",
-            count=lambda b: int(b[0, 0]),
-        )
+        trainer = over_tokens(comm, lambda b: int(b[0, 0]))
         assert trainer.step(batch).samples == 8
         return trainer.parameters()["w"].tolist()
 
@@ -68,14 +66,7 @@ def test_what_is_counted_are_whole_things(wrong):
 
     def body(comm):
         told = [wrong, np.float32(3)]
-        trainer = Trainer(
-            linear,
-            SGD(lr=1.0),
-            comm,
-            params={"w": np.zeros(3)},
-            normalize="tokens",
-            count=lambda b: told.pop(0),
-        )
+        trainer = over_tokens(comm, lambda b: told.pop(0))
         with pytest.raises(ValueError, match=re.escape(f"count= returned {wrong!r}")):
             trainer.step(np.ones((1, 3)))
         assert trainer.step(np.ones((1, 3))).samples == 6
