@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from .bootstrap import Threads, claimed, detect
 from .communicator import Communicator
 from .config import Settings, checked_seconds
@@ -60,6 +62,8 @@ def run_threads(
 
     The first exception of any rank is raised, after the others were told and have ended.
     """
+    if not isinstance(n, (int, np.integer)):
+        raise TypeError(f"run_threads takes a number of ranks, not {n!r}")
     if n < 1:
         raise ValueError(f"run_threads needs at least one rank, not {n}")
     if devices is not None:

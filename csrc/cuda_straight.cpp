@@ -112,6 +112,7 @@ class DeviceHands final : public Hands {
   }
 
   void moved() override { moved_(); }
+  void abandon() override { slots_->abandon(); }  // the scratch is of their memory
 
   void end() override {
     if (flushes_)

@@ -64,6 +64,12 @@ def test_simulate_says_what_is_wrong(capsys, arguments, message):
     assert message in err
 
 
+def test_a_simulated_barrier_has_no_sizes(capsys):
+    assert run(capsys, "simulate", "barrier", "--topology", "dgx-h100")[0] == 0
+    status, _, err = run(capsys, "simulate", "barrier", "--topology", "dgx-h100", "--bytes", "1K")
+    assert status == 2 and "leave --bytes out" in err
+
+
 def test_simulate_needs_a_topology_that_there_is(capsys, tmp_path):
     assert run(capsys, "simulate", "all_reduce")[0] == 2
     bad = tmp_path / "bad.yaml"

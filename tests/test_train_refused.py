@@ -11,7 +11,7 @@ from training import MODES, NODES, batches, make
 from worlds import outcomes
 
 import collectives as cc
-from collectives.train import SGD, AdamW, Steps, Trainer, WarmUp
+from collectives.train import SGD, AdamW, LossScale, Steps, Trainer, WarmUp
 
 
 def refusal(n, body):
@@ -138,6 +138,7 @@ def test_parameters_used_in_different_orders():
         ({"accumulate": 0}, "at least one micro-batch"),
         ({"clip_norm": 0.0}, "must be positive"),
         ({"offload": "disk"}, "only 'host'"),
+        ({"loss_scale": LossScale()}, "loss_scale= is for precision='fp16'"),
         ({"frozen": ["w11"]}, "did you mean 'w1'"),
         ({"groups": [{"params": ["x*"], "lr": 1.0}]}, "no parameter is like 'x*'"),
         ({"groups": [{"params": ["w1"], "rate": 1.0}]}, "rate"),
@@ -250,3 +251,13 @@ def test_no_model():
         cc.run_threads(1, lambda comm: Trainer(models.loss_and_grads, SGD(lr=1), comm))
     with pytest.raises(TypeError, match="pass one of"):
         cc.run_threads(1, lambda comm: make(comm, optimizer="adam"))
+    with pytest.raises(TypeError, match="returns its loss itself: no loss="):
+        cc.run_threads(1, lambda comm: make(comm, loss=lambda *_: 0.0))
+
+
+@pytest.mark.parametrize("n", ["2", 2.0, None])
+def test_no_number_of_threads(n):
+    with pytest.raises(TypeError, match="run_threads takes a number of ranks, not"):
+        cc.run_threads(n, len)
+    with pytest.raises(ValueError, match="at least one rank"):
+        cc.run_threads(0, len)

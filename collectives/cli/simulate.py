@@ -43,7 +43,7 @@ def _add_collective(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _simulated.topology_argument(parser, needed=True)
     add("--nodes", type=_simulated.numbers, metavar="LIST", help="numbers of nodes: 1,2 or 1..64")
-    add("--bytes", type=_simulated.sizes, default=[64 << 20], help="64M, 1K,1M or 1K:1G (64M)")
+    add("--bytes", type=_simulated.sizes, help="64M, 1K,1M or 1K:1G (64M)")
     add("-a", "--algorithm", action="append", metavar="NAME", help="only these; may be repeated")
     add("-r", "--root", type=_common.natural, default=0, help="(0)")
     add(
@@ -140,11 +140,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.what == "training":
         return _training(args)
+    if args.what == "barrier" and args.bytes:
+        raise ConfigError("a barrier has no sizes: leave --bytes out")
     _common.import_algorithms(args.imports)
     for name in args.algorithm or ():
         _simulated.algorithm(name)
     topology = simulate.load(args.topology)
-    sizes = [0] if args.what == "barrier" else args.bytes
+    sizes = [0] if args.what == "barrier" else args.bytes or [64 << 20]
     counts = args.nodes or [topology.nodes]
     _simulated.check_places(topology, counts, args.root)
     for nodes in counts:

@@ -143,6 +143,8 @@ class Trainer:
             reduce_dtype=reduce_dtype,
             clip_norm=clip_norm,
             offload=offload,
+            precision=precision,
+            loss_scale=loss_scale,
         )
         self.comm = comm
         self.sharding = sharding
@@ -158,9 +160,8 @@ class Trainer:
         # For dropout and the like: another stream on each rank, kept in checkpoints.
         self.random = np.random.default_rng([seed, comm.rank])
         self._dtype = compute_dtype(precision)
-        self.loss_scale = None
-        if self._dtype == "float16":
-            self.loss_scale = dataclasses.replace(loss_scale or LossScale())
+        fp16 = self._dtype == "float16"
+        self.loss_scale = dataclasses.replace(loss_scale or LossScale()) if fp16 else None
         self._count = count or samples
         self._model = model_of(model, params, loss, frozen)
         check_parameters(self._model.parameters)

@@ -114,4 +114,6 @@ def model_of(
 
     if not callable(model) or params is None:
         raise TypeError("model is a torch.nn.Module with loss=, or a function with params=")
+    if loss is not None:
+        raise TypeError("a function returns its loss itself: no loss=, which is for torch modules")
     return FunctionModel(model, params, frozen)

@@ -13,6 +13,7 @@ import numpy as np
 from ..agreement import agree
 from ..array import dtype_name
 from ..errors import ArrayTypeError, did_you_mean
+from .precision import compute_dtype
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -32,6 +33,8 @@ def check_settings(
     reduce_dtype: Any,
     clip_norm: float | None,
     offload: str | None,
+    precision: str | None,
+    loss_scale: Any,
 ) -> None:
     """Raises ValueError for a setting of `Trainer` that has no such value."""
     if sharding not in (0, 1, 2, 3):
@@ -59,6 +62,8 @@ def check_settings(
         raise ValueError(f"clip_norm={clip_norm} must be positive")
     if offload not in (None, "host"):
         raise ValueError(f"offload={offload!r}; only 'host' is known")
+    if loss_scale is not None and compute_dtype(precision) != "float16":
+        raise ValueError("loss_scale= is for precision='fp16', whose gradients are scaled")
 
 
 def text_of(value: Any) -> str:

@@ -123,12 +123,12 @@ MUTANTS = (
     ),
     Mutant(
         "transfers that do not look at each other's envelope", "transfer.cu",
-        "(t.sends || !first_ || agrees(t, own))", "true", "test_mismatches",
+        "(t.sends || message != 0 || agrees(t, own))", "true", "test_mismatches",
         "test_point_to_point.py",
     ),
     Mutant(
         "transfers of a pair that do not wait for those before them", "transfer.cu",
-        "if (t.before >= 0 && shared_.left[t.before] != 0) return Shared::kNotYet;", "",
+        "if (t.before >= 0 && shared_.left[t.before] != 0) return Shared::kNothing;", "",
         "test_a_group", "test_point_to_point.py",
     ),
     Mutant(

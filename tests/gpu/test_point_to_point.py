@@ -205,17 +205,19 @@ def test_what_does_not_fit_waits_on_the_stream() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_group_goes_on_together(n: int) -> None:
-    """Everybody sends two messages to everybody, larger than what fits, and receives in another
-    order of ranks: one by one that would be a deadlock. A collective in between has its turn.
+    """Everybody sends three messages to everybody, larger than what fits, and receives in another
+    order of ranks: one by one that would be a deadlock. The last one is small, and there is room
+    for it before the one in the middle is through. A collective in between has its turn.
     """
     large = MORE_THAN_FITS // 2 if n == 2 else 200_003
+    counts = (7, large, 7)
 
     def body(comm: OnDevice) -> bool:
         box, rank = Box(comm), comm.rank
         ones = box.put(np.ones(100, np.float32))
-        parts = [(q, i, c) for q in range(n) for i, c in enumerate((7, large))]
+        parts = [(q, i, c) for q in range(n) for i, c in enumerate(counts)]
         xs = [box.put(message(rank, q, c, number=i), i) for q, i, c in parts]
-        backwards = [(q, i, c) for q in reversed(range(n)) for i, c in enumerate((7, large))]
+        backwards = [(q, i, c) for q in reversed(range(n)) for i, c in enumerate(counts)]
         outs = [box.empty(message(q, rank, c, number=i)) for q, i, c in backwards]
         last = [box.empty(message(q, 0, 7)) for q in range(n)]
         comm.comm.barrier()
