@@ -14,6 +14,7 @@
 
 #include "busy.hpp"
 #include "errors.hpp"
+#include "never_free.hpp"
 
 namespace collectives {
 namespace {

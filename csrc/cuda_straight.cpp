@@ -11,6 +11,7 @@
 
 #include "communicator.hpp"
 #include "cuda_memory.hpp"
+#include "never_free.hpp"
 #include "straight.hpp"
 
 namespace collectives {
@@ -197,12 +198,7 @@ char* GpuSlots::take(std::size_t bytes) {
   return found;
 }
 
-void GpuSlots::abandon() {
-  static auto* const kept = new std::vector<std::shared_ptr<Memory>>;
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  kept->push_back(state_->memory);
-}
+void GpuSlots::abandon() { never_free(state_->memory); }
 
 std::unique_ptr<Hands> GpuSlots::hands(const std::shared_ptr<GpuSlots>& slots,
                                        std::function<void()> moved) {

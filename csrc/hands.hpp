@@ -6,21 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "never_free.hpp"
 #include "reduce.hpp"
 
 namespace collectives {
-
-// Keeps memory that messages may still leave from or come to, until the process ends.
-inline void never_free(std::vector<std::byte> memory) {
-  static std::mutex mutex;
-  static auto& kept = *new std::vector<std::vector<std::byte>>;
-  const std::lock_guard lock(mutex);
-  kept.push_back(std::move(memory));
-}
 
 class Hands {
  public:

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "errors.hpp"
+#include "never_free.hpp"
 
 namespace collectives {
 namespace {
@@ -54,6 +55,7 @@ class Slots {
   // MPI may still use the memory: never free it.
   void abandon() {
     if (given_ != nullptr && memory_ != nullptr) given_->abandon();
+    if (given_ == nullptr && memory_ != nullptr) never_free(memory_);
     memory_ = nullptr;
   }
 
@@ -320,7 +322,7 @@ MpiTransport::~MpiTransport() {
       for (auto& [key, port] : recvs_) clean = port->close(deadline) && clean;
       if (poison_out_ && !mpi_->test_all(poison_out_->requests)) {
         for (MpiRequest& r : poison_out_->requests) mpi_->request_free(r);
-        poison_out_.release();
+        never_free(std::move(poison_out_));
       }
       // After a failure the communicator is left to MPI: freeing is collective by the standard, so
       // peers that never come could hold us, and MPICH 5.0 ends the process when a large message
@@ -338,7 +340,7 @@ MpiTransport::~MpiTransport() {
   // Without MPI to tell what is complete, buffers that may be in use are left alone.
   for (auto& [key, port] : sends_) port->abandon();
   for (auto& [key, port] : recvs_) port->abandon();
-  poison_out_.release();
+  if (poison_out_) never_free(std::move(poison_out_));
 }
 
 int MpiTransport::rank_for_port(int peer, int channel) const {
@@ -401,7 +403,7 @@ void MpiTransport::look_for_poison() {
     poison_text_ = *text;
   } else {
     poison_text_ = "(its message did not arrive)";
-    text.release();  // MPI may still write there
+    never_free(std::move(text));
   }
   const auto peer = std::find(ranks_.begin(), ranks_.end(), status.source);
   poison_peer_ = peer == ranks_.end() ? -1 : static_cast<int>(peer - ranks_.begin());
