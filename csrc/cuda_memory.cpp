@@ -163,8 +163,10 @@ void free_dropped_memory(int device) {
   {
     const std::lock_guard lock(dropped_mutex);
     std::vector<Dropped>& all = dropped();
-    const auto others = std::partition(all.begin(), all.end(),
-                                       [&](const Dropped& one) { return one.device != device; });
+    const auto stays = [&](const Dropped& one) {
+      return one.device != device || (one.home != Home::device && is_shared());
+    };
+    const auto others = std::partition(all.begin(), all.end(), stays);
     mine.assign(others, all.end());
     all.erase(others, all.end());
   }

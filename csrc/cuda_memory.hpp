@@ -85,8 +85,8 @@ class Memory {
 
 // Frees memory, in time: as that which Memory held.
 void drop_memory(int device, void* pointer, Home home);
-// Frees all Memory of a GPU that has ended. To be called where GPUs may be waited for; new Memory
-// does if there is too little.
+// Frees all Memory of a GPU that has ended, but for that of the host while there is a Sharer. To be
+// called where that GPU may be waited for; new Memory does if there is too little.
 void free_dropped_memory(int device);
 // That of all GPUs, unless there is a Sharer.
 void free_what_nobody_shares();
