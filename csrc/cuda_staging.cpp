@@ -484,7 +484,7 @@ std::uintptr_t Staging::make_scratch(std::size_t bytes) {
   if (bytes == 0) return 0;
   const WhileCapturing relaxed;
   const OnDevice current(state_->device);
-  if (!is_shared()) free_dropped_memory(state_->device);
+  free_what_nobody_shares();
   state_->scratch = std::make_unique<Memory>(state_->device, bytes, Home::device);
   return reinterpret_cast<std::uintptr_t>(state_->scratch->get());
 }

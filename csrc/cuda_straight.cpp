@@ -163,7 +163,7 @@ GpuSlots::GpuSlots(int device, int nranks, std::size_t bytes, void* stream,
                    std::shared_ptr<void> keeps) {
   const WhileCapturing relaxed;
   const OnDevice current(device);
-  if (!is_shared()) free_dropped_memory(device);
+  free_what_nobody_shares();
   state_ = std::make_unique<State>(device, nranks, bytes, stream, std::move(keeps));
   // What CUDA loads at its first use waits for all kernels, and calls run while one waits for them.
   check_cuda(static_cast<cudaError_t>(load_combine()), "loading the kernels");

@@ -54,8 +54,12 @@ class Slots {
   }
   // MPI may still use the memory: never free it.
   void abandon() {
-    if (given_ != nullptr && memory_ != nullptr) given_->abandon();
-    if (given_ == nullptr && memory_ != nullptr) never_free(memory_);
+    if (memory_ == nullptr) return;
+    if (given_ != nullptr) {
+      given_->abandon();
+    } else {
+      never_free(memory_);
+    }
     memory_ = nullptr;
   }
 

@@ -60,7 +60,7 @@ def test_the_mean_over_tokens():
     assert cc.run_threads(2, body) == [[-mean] * 3] * 2
 
 
-@pytest.mark.parametrize("wrong", [2.5, -1, math.nan, math.inf, None, "2"])
+@pytest.mark.parametrize("wrong", [2.5, -1, math.nan, math.inf, None, "2", np.ones(2)])
 def test_what_is_counted_are_whole_things(wrong):
     """Anything else raises and changes nothing; a sum of floats that is whole is a number."""
 

@@ -40,8 +40,9 @@ def counted(count: Callable[[Any], int], batch: Any) -> int:
     """What `count` counts in a batch. Raises ValueError unless that is a whole number of things."""
     found: Any = count(batch)
     try:
+        found = found.item() if hasattr(found, "item") else found  # of a GPU: waited for once
         number = int(found)  # sums of masks are often floats
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = -1
     if number < 0 or number != found:
         raise ValueError(f"count= returned {found!r}; it counts samples or tokens: 0, 1, 2, ...")
