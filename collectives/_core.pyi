@@ -4,11 +4,14 @@ Collectives, dtypes, ops and orders are numbers here: the index of the name in `
 `dtypes` and `ops`; orders are 0, any, and 1, rank. Addresses are integers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
+
+from .array.kind import Kind
+from .array.streams import Stream
 
 commit: str
 dtypes: tuple[str, ...]
@@ -189,9 +192,25 @@ class DeviceCommunicator:
     def export_array(self, address: int, bytes: int) -> tuple[str, str]: ...
     def open_array(self, id: int, bytes: int, handles: Sequence[str]) -> None: ...
     def caller(self, comm: Communicator, /) -> Callable[..., None]:
-        """call(options, stream, ...), with the 13 numbers of `Communicator.caller`'s call."""
+        """call(options, stream, ...), with the 13 numbers of `Communicator.caller`'s call. What a
+        call raises is told to the peers, who come to it or wait in one.
+        """
+    def known_calls(
+        self,
+        comm: Communicator,
+        ordinal: int,
+        kinds: dict[type, Kind],
+        stream_type: type[Stream],
+        most: int,
+        /,
+    ) -> tuple[_KnownCall, _Learn, Callable[[], int]]:
+        """call, learn and kept of `known_calls.KnownCalls`."""
     def transfer(
-        self, transfers: Sequence[tuple[bool, int, int, int, int, int]], stream: int
+        self,
+        comm: Communicator,
+        transfers: Sequence[tuple[bool, int, int, int, int, int]],
+        stream: int,
+        /,
     ) -> None:
         """Transfers: (is it a send, peer, tag, dtype, address, count)."""
     def check(self) -> None: ...
@@ -352,6 +371,39 @@ class _Call(Protocol):
         factor_imag: float,
         /,
     ) -> None: ...
+
+class _KnownCall(Protocol):
+    def __call__(
+        self,
+        x: Any,
+        out: Any,
+        stream: Any,
+        how: tuple[Hashable, ...],
+        writes: bool = True,
+        /,
+    ) -> tuple[Hashable, ...] | None:
+        """Makes a call and returns () if one like it is known; else the key to `learn` it under,
+        None if the arrays or the stream need a closer look. None is made then.
+
+        out     the array that is written; x itself, or None for it
+        how     the collective's name, and its other arguments, which may be wrong
+        writes  this rank's array is written
+        """
+
+class _Learn(Protocol):
+    def __call__(
+        self,
+        key: tuple[Hashable, ...],
+        options: object,
+        arguments: tuple[Any, ...],
+        nbytes: tuple[int, int],
+        /,
+    ) -> None:
+        """Keeps how a call was made.
+
+        options, arguments  of `DeviceCommunicator.caller`'s call
+        nbytes              of source and target
+        """
 
 class _Submit(Protocol):
     def __call__(

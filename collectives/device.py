@@ -290,28 +290,15 @@ class DeviceEngine:
         """
         collective = _core.collectives[arguments[0]]
         options = self.options(algorithm, collective, nbytes, beside)
-        self.run_known(options, stream, arguments)
+        self.call(options, stream, *arguments)
         return options
-
-    def run_known(self, options: object, stream: int, arguments: tuple[Any, ...]) -> None:
-        """`run` with `options` that are known."""
-        try:
-            self.call(options, stream, *arguments)
-        except CollectiveError as error:
-            self._pass_on_some(error)
-            raise
 
     def transfer(self, transfers: list[Transfer], stream: int) -> None:
         """Puts sends and receives, which go on together, on a stream. Not collective.
 
         Raises as `run` does.
         """
-        try:
-            self.host.look()
-            self.core.transfer(transfers, stream)
-        except CollectiveError as error:
-            self._pass_on_some(error)
-            raise
+        self.core.transfer(self.host, transfers, stream)
 
     def abort(self, reason: str) -> None:
         """Ends the kernels that wait, here and at the peers."""
@@ -321,14 +308,6 @@ class DeviceEngine:
         """Ends the rank's part, once its calls on the GPU have."""
         self.core.close()
         self.memory.forget()
-
-    def _pass_on_some(self, error: CollectiveError) -> None:
-        """What peers must hear, who come to this call or wait in one: but for wrong arguments,
-        which they have too, and before which nothing was done.
-        """
-        told = isinstance(error, (MismatchError, AbortedError, PeerDiedError))
-        if told or type(error) is CollectiveError:  # of the system: no memory, a failed launch
-            self.pass_on(error)
 
     def pass_on(self, error: CollectiveError) -> None:
         """Ends the kernels that wait, here and at the peers: a death stays one for everybody."""

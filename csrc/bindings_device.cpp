@@ -98,17 +98,28 @@ void bind_device(py::module_& m) {
              return py::reinterpret_steal<py::object>(
                  make_device_call(std::move(comm), std::move(device)));
            })
-      // [(sends, peer, tag, dtype, address, count)], stream
+      .def("known_calls",
+           [](std::shared_ptr<DeviceCommunicator> device, CommunicatorPtr comm, int ordinal,
+              const py::dict& kinds, const py::type& stream_type, std::size_t most) {
+             py::list functions;
+             for (PyObject* f : make_known_calls(std::move(comm), std::move(device), ordinal,
+                                                 kinds.ptr(), stream_type.ptr(), most))
+               functions.append(py::reinterpret_steal<py::object>(f));
+             return py::tuple(functions);
+           })
+      // comm, [(sends, peer, tag, dtype, address, count)], stream
       .def("transfer",
-           [](DeviceCommunicator& device,
+           [](DeviceCommunicator& device, const CommunicatorPtr& comm,
               const std::vector<
                   std::tuple<bool, int, std::uint32_t, int, std::uintptr_t, std::uint64_t>>& list,
               std::uintptr_t stream) {
              std::vector<DeviceTransfer> transfers;
              for (const auto& [sends, peer, tag, dtype, address, count] : list)
                transfers.push_back({sends, peer, tag, static_cast<Dtype>(dtype), address, count});
-             WithoutGil release;  // a launch can wait for room in the stream's queue
-             device.transfer(transfers, stream);
+             put_on_gpu(device, [&] {
+               comm->look();
+               device.transfer(transfers, stream);
+             });
            })
       .def("check", &DeviceCommunicator::check)
       .def("idle", &DeviceCommunicator::idle)

@@ -363,15 +363,24 @@ void Arenas::map(const std::vector<std::string>& handles) {
 
 // The arena of a rank of this process.
 void Arenas::map_here(int peer, int device, unsigned char* pointer, const std::string& pair) {
+  const std::lock_guard lock(registry_mutex);
   if (home_ == Home::device && device != device_) {
-    const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
-    cudaGetLastError();
-    if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled)
+    int can = 0;
+    cudaError_t error = cudaDeviceCanAccessPeer(&can, device_, device);
+    if (error == cudaSuccess && can == 0) error = cudaErrorPeerAccessUnsupported;
+    // Asked for once: sanitizers report each time that it is there already.
+    static std::set<std::pair<int, int>> enabled;
+    if (error == cudaSuccess && enabled.count({device_, device}) == 0) {
+      error = cudaDeviceEnablePeerAccess(device, 0);
+      cudaGetLastError();
+      if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
+      if (error == cudaSuccess) enabled.insert({device_, device});
+    }
+    if (error != cudaSuccess)
       throw Error(ErrorKind::unsupported,
                   pair + " have no peer access: " + cudaGetErrorString(error));
   }
   arena_[peer] = pointer;
-  const std::lock_guard lock(registry_mutex);
   const auto known = registry().find(pointer);
   if (known != registry().end()) held_.push_back(known->second.lock());
 }

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <atomic>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -14,8 +13,6 @@ namespace collectives {
 namespace {
 
 constexpr const char* kCapsule = "collectives.caller";
-constexpr const char* kOptions = "collectives.device_options";
-constexpr const char* kDeviceCaller = "collectives.device_caller";
 
 // ---- errors -----------------------------------------------------------------------------------
 
@@ -343,80 +340,6 @@ std::vector<PyObject*> make_call_functions(
   for (PyObject* f : functions)
     if (f == nullptr) throw PythonError();
   return functions;
-}
-
-// ---- on GPUs ----------------------------------------------------------------------------------
-
-namespace {
-
-// An object of C++ in a capsule, which owns it.
-template <class T>
-PyObject* enclose(T* object, const char* name) {
-  const auto end = [](PyObject* capsule) {
-    delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
-  };
-  PyObject* capsule = PyCapsule_New(object, name, end);
-  if (capsule != nullptr) return capsule;
-  delete object;
-  throw PythonError();
-}
-
-struct DeviceCaller {
-  std::shared_ptr<Communicator> comm;
-  std::shared_ptr<DeviceCommunicator> device;
-};
-
-PyObject* device_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  constexpr int kBefore = 2;
-  auto& caller = *static_cast<DeviceCaller*>(PyCapsule_GetPointer(self, kDeviceCaller));
-  const auto* how =
-      nargs < kBefore ? nullptr
-                      : static_cast<const DeviceOptions*>(PyCapsule_GetPointer(args[0], kOptions));
-  if (how == nullptr) {
-    if (PyErr_Occurred() == nullptr)
-      PyErr_SetString(PyExc_TypeError, "call(options, stream, ...) takes 15 arguments");
-    return nullptr;
-  }
-  try {
-    const std::uintptr_t stream = PyLong_AsUnsignedLongLong(args[1]);
-    Call call;
-    Communicator::Options numbers;
-    if (!parse_call(args + kBefore, nargs - kBefore, caller.comm->size(), &call, &numbers))
-      return nullptr;
-    DeviceOptions options = *how;
-    options.order = numbers.order;
-    options.factor[0] = numbers.factor[0];
-    options.factor[1] = numbers.factor[1];
-    // A launch can wait for room in the stream's queue, and so for another thread's rank.
-    WithoutGil release;
-    caller.comm->enter_device_call();
-    caller.device->run(call, options, stream);
-  } catch (...) {
-    set_error_from_exception();
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
-PyMethodDef device_call_method = {
-    "call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(device_call)), METH_FASTCALL,
-    "Puts a call on a stream."};
-
-}  // namespace
-
-PyObject* make_device_options(DeviceOptions options) {
-  static std::atomic<std::uint64_t> last{0};
-  options.id = ++last;
-  return enclose(new DeviceOptions(std::move(options)), kOptions);
-}
-
-PyObject* make_device_call(std::shared_ptr<Communicator> comm,
-                           std::shared_ptr<DeviceCommunicator> device) {
-  PyObject* self = enclose(new DeviceCaller{std::move(comm), std::move(device)}, kDeviceCaller);
-  PyObject* function = PyCFunction_New(&device_call_method, self);
-  Py_DECREF(self);  // the function holds it
-  if (function == nullptr) throw PythonError();
-  return function;
 }
 
 }  // namespace collectives

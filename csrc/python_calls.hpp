@@ -14,6 +14,7 @@
 
 #include "communicator.hpp"
 #include "device.hpp"
+#include "errors.hpp"
 
 namespace collectives {
 
@@ -60,11 +61,37 @@ std::vector<PyObject*> make_call_functions(
     std::shared_ptr<Communicator> comm,
     std::vector<std::pair<std::uint64_t, int>> all_reduce_choice, WrapWork wrap_work);
 
+// What a call raises on this rank the peers hear, who come to it or wait in one: but for what all
+// find themselves, and before which nothing was done.
+void tell_peers(DeviceCommunicator& device, const Error& error);
+
+// Does `put`, which puts work on a stream. Without the GIL: a launch can wait for room in the
+// stream's queue, and so for another thread's rank.
+template <class Put>
+void put_on_gpu(DeviceCommunicator& device, const Put& put) {
+  WithoutGil release;
+  try {
+    put();
+  } catch (const Error& error) {
+    tell_peers(device, error);
+    throw;
+  }
+}
+
 // New references. How a call on device arrays is done, as an object that the function below takes:
 // make it once.
 PyObject* make_device_options(DeviceOptions options);
 // call(options, stream, ...), with the 13 numbers of parse_call, on the GPU. Throws PythonError.
 PyObject* make_device_call(std::shared_ptr<Communicator> comm,
                            std::shared_ptr<DeviceCommunicator> device);
+// New references to the functions call, learn and kept of known_calls.py, for arrays on GPU
+// `ordinal`.
+//   kinds        the kinds of arrays by their types: `array.recognising.KINDS`
+//   stream_type  `array.Stream`
+//   most         calls that are kept
+// Throws PythonError.
+std::vector<PyObject*> make_known_calls(std::shared_ptr<Communicator> comm,
+                                        std::shared_ptr<DeviceCommunicator> device, int ordinal,
+                                        PyObject* kinds, PyObject* stream_type, std::size_t most);
 
 }  // namespace collectives

@@ -198,7 +198,7 @@ __device__ inline bool wait_until(const DeviceWorld& w, const Waiting& what, Rea
 // ---- entering and leaving a call ----------------------------------------------------------------
 
 // Named barriers, beside that of __syncthreads().
-enum Barrier { kEntered = 1, kReady, kDone, kWorkers, kClerksMeet };
+enum Barrier { kEntered = 1, kReady, kDone, kWorkers };
 
 __device__ inline u64 arrival_word(u64 epoch, u32 hash) { return (epoch << 32) | hash; }
 

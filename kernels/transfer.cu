@@ -53,10 +53,11 @@ __device__ inline unsigned char* mail_of(const DeviceWorld& w, int owner, int pe
 struct Shared {
   static constexpr u32 kFailed = ~0u, kNothing = ~0u - 1;   // in place of a message
   static constexpr u32 kFails = 1, kMoves = 2, kLasts = 4;  // what a round may bring
-  u32 at[2][kMaxTransfers];    // in this round: the message of its part that is copied, from 0
+  // Of a round, which has the parity of its number:
+  u32 at[2][kMaxTransfers];    // the message of a transfer's part that is copied, from 0
+  u32 left[2][kMaxTransfers];  // messages that are not copied then
   u32 round[2][kClerks / 32];  // what it brings, as each warp of clerks sees it; 0: it is the last
-  u32 left[kMaxTransfers];     // messages that are not copied yet
-  u32 base[kMaxTransfers];     // number of the first
+  u32 base[kMaxTransfers];     // number of a transfer's first message
 };
 
 class Mover {
@@ -75,7 +76,7 @@ class Mover {
     if (!has_transfer()) return;
     const PairTransfer& t = call_.list[index_];
     left_ = messages(t);
-    shared_.left[index_] = left_;
+    shared_.left[1][index_] = left_;  // as if it were of the round before the first
     if (left_ == 0) return;
     const TransferControl& own = control_of(world_, world_.rank, t.peer, block_);
     const Pair& pair = pair_of(world_, world_.rank, t.peer);
@@ -108,32 +109,33 @@ class Mover {
 
   __device__ void see_to_it() {
     for (u32 round = 0;; ++round) {
-      const u32 message = has_transfer() ? look() : Shared::kNothing;
-      const bool ready = message < Shared::kNothing;
-      if (has_transfer()) shared_.at[round & 1][index_] = message;
+      const u32 now = round & 1;
+      const u32 message = has_transfer() ? look(shared_.left[now ^ 1]) : Shared::kNothing;
+      const bool ready = message < Shared::kNothing, was_left = left_ != 0;
+      if (ready) --left_;
+      if (has_transfer()) {
+        shared_.at[now][index_] = message;
+        shared_.left[now][index_] = left_;
+      }
       const auto any = [](bool one) { return __any_sync(0xffffffffu, one) != 0; };
       const u32 warp = (any(message == Shared::kFailed) ? Shared::kFails : 0) |
-                       (any(ready) ? Shared::kMoves : 0) | (any(left_ != 0) ? Shared::kLasts : 0);
-      if (index_ % 32 == 0) shared_.round[round & 1][index_ / 32] = warp;
+                       (any(ready) ? Shared::kMoves : 0) | (any(was_left) ? Shared::kLasts : 0);
+      if (index_ % 32 == 0) shared_.round[now][index_ / 32] = warp;
       const u32 brings = meet(round);
       if ((brings & Shared::kFails) != 0) return;
       if (told_ != next_) tell();
-      if (ready) {
-        ++next_;
-        shared_.left[index_] = --left_;
-      }
+      if (ready) ++next_;
       if (brings == 0) return;
       if ((brings & Shared::kMoves) != 0) {
         idle_ = 0;
         since_ = 0;
       }
-      named_barrier(kClerksMeet, kClerks);  // what is left, for those behind
     }
   }
 
   // What a round brings. What the one before copied is written, or read, from here on.
   __device__ u32 meet(u32 round) const {
-    named_barrier(kReady, kThreads + kClerks);
+    __syncthreads();
     u32 brings = 0;
     for (const u32 seen : shared_.round[round & 1]) brings |= seen;
     return brings;
@@ -151,10 +153,11 @@ class Mover {
 
   // The message that the thread's transfer can go on with, if any. Waits for nothing, but gives up
   // where it has waited too long.
-  __device__ u32 look() {
+  //   left  of each transfer, after the round before
+  __device__ u32 look(const u32* left) {
     if (left_ == 0) return Shared::kNothing;
     const PairTransfer& t = call_.list[index_];
-    if (t.before >= 0 && shared_.left[t.before] != 0) return Shared::kNothing;
+    if (t.before >= 0 && left[t.before] != 0) return Shared::kNothing;
     const TransferControl& own = control_of(world_, world_.rank, t.peer, block_);
     u32 seen;
     bool ready;

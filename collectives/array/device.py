@@ -44,16 +44,14 @@ class Cuda(Kind):
 class Cupy(Cuda):
     """cupy's own arrays, read without the interface, which takes them 2 µs to make."""
 
+    plain = True
+
     def __init__(self, cupy: Any) -> None:
         self._current_stream = cupy.cuda.get_current_stream
 
     def stream(self) -> int:
         """cupy's current stream, as an integer."""
         return self._current_stream().ptr or LEGACY_STREAM
-
-    def glance(self, x: Any) -> tuple[int, int, Any, int] | None:
-        data = x.data
-        return (data.ptr, x.size, x.dtype, data.device_id) if x.flags.c_contiguous else None
 
     def current_stream(self, ordinal: int) -> int:
         return self.stream()

@@ -17,6 +17,9 @@ class Kind(ABC):
     """
 
     name = ""
+    # All that `glance` tells are x.data.ptr, x.size, x.dtype and x.data.device_id, of arrays with
+    # x.flags.c_contiguous, and `has_written` does nothing: the core reads such arrays by itself.
+    plain = False
 
     @abstractmethod
     def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:

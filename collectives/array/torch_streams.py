@@ -22,6 +22,21 @@ def current_stream(ordinal: int) -> int:
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
+def stream_to_follow(ordinal: int) -> Any:
+    """torch's current stream of a GPU, for `follow_stream` in another thread."""
+    if _get_stream is None or _set_stream is None:
+        return torch.cuda.current_stream(ordinal)
+    return _get_stream(ordinal)
+
+
+def follow_stream(stream: Any) -> None:
+    """Makes a stream torch's current one, and its GPU the current one, in this thread."""
+    if _get_stream is None or _set_stream is None:
+        torch.cuda.set_stream(stream)
+    else:
+        _set_stream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
+
+
 def with_stream(stream: Any, do: Callable[[], None]) -> None:
     """Runs `do` with `stream`, an object of torch, as torch's current stream."""
     if _get_stream is None or _set_stream is None or _device() != stream.device_index:
@@ -37,4 +52,4 @@ def with_stream(stream: Any, do: Callable[[], None]) -> None:
     try:
         do()
     finally:
-        _set_stream(stream_id=before[0], device_index=before[1], device_type=before[2])
+        follow_stream(before)

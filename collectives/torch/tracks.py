@@ -225,7 +225,7 @@ class MainTrack:
                 _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, 0, 0,
                 factor.real, factor.imag,
             )  # fmt: skip
-            engine.run_known(known, stream.handle, numbers)
+            engine.call(known, stream.handle, *numbers)
         return True
 
     def transfer(self, transfers: list[Transfer], device: torch.device, stream: int) -> None:

@@ -29,6 +29,7 @@ from ..torch_gradients import CupyFollows
 from ..untraced import untraced
 from .arrivals import Arrivals
 from .batches import each_array
+from .courier import Courier
 from .gathering import KEPT
 from .guarded import each_tensor, guard, not_there, open_up, shut, unguard
 from .holding import check_free, hold, let_go, used_while_empty
@@ -84,6 +85,7 @@ class ModuleModel(Model):
         self._hooks: list[Any] = []  # on modules
         devices = {p.device for p in self._tensors.values() if p.is_cuda}
         self._ordinal = devices.pop().index if devices else None
+        self._courier = Courier(self._ordinal)
         self.on_gpu = all(p.is_cuda for p in self._tensors.values())
 
     @property
@@ -233,7 +235,9 @@ class ModuleModel(Model):
         try:
             loss = self._forward_and_backward(batch, weight * scale)
             self._arrivals.end()
+            self._courier.wait()
         except BaseException:
+            self._courier.end()
             self._arrivals.discard()
             while self._entered:  # what interrupts a forward may leave it without its hooks
                 self._leave()
@@ -269,18 +273,24 @@ class ModuleModel(Model):
 
     def arrived(self, name: str, grad: torch.Tensor) -> None:
         assert self._sink is not None
+        self._courier.wait()
         self._sink.ready(name, _dense(grad))
         if self._gatherer is not None:
             self._let_go(self._bucket(name), {name})
 
     def began(self, bucket: Bucket) -> None:
         assert self._sink is not None and self._sink.together is not None
-        self._sink.together.began(bucket)
+        if self._gatherer is None:
+            self._courier.give(partial(self._sink.together.began, bucket))
+        else:
+            self._sink.together.began(bucket)
 
     def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
-        assert self._sink is not None and self._sink.together is not None
-        self._sink.together.ready_together(bucket, [_dense(grad) for grad in grads])
-        if self._gatherer is not None:
+        assert self._sink is not None
+        if self._gatherer is None:
+            self._courier.give(partial(_hand_over, self._sink, bucket, grads))
+        else:
+            _hand_over(self._sink, bucket, grads)
             self._let_go(bucket.index, {slot.name for slot in bucket.slots})
 
     def _let_go(self, bucket: int, names: set[str]) -> None:
@@ -444,6 +454,11 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     if x.layout is not torch.strided:  # who takes it refuses it by name
         return x
     return x if x.is_contiguous() else x.contiguous()
+
+
+def _hand_over(sink: Sink, bucket: Bucket, grads: list[torch.Tensor]) -> None:
+    assert sink.together is not None
+    sink.together.ready_together(bucket, [_dense(grad) for grad in grads])
 
 
 def _copy(x: torch.Tensor) -> Any:
