@@ -8,14 +8,14 @@ moments are bfloat16 in all ways, as torch's AdamW keeps them; `--master-weights
 what it has unless it is told otherwise, float32 masters and moments. One way is set up at a time,
 and its memory noted; the ways take turns, forth and back (see turns.py), `--rounds` times or as
 often as fits in `--seconds`, and the first steps of each turn are not counted. With `--together`
-all ways stay set up, if a GPU has memory for that, so that turns may be short: where the host is
-the bound, and gets slower and faster from one minute to the next, neighbours are still alike. The
-file is written after each turn. "alone" is the same model and step on each GPU by itself, in plain
-torch and in the trainer on one rank. Exposed communication is the median of a way less that of its
-"alone", scaling efficiency their ratio (so stages 1 to 3, whose ranks step a part of the
-parameters, are given the time that this saves). Losses of all ways are compared before anything is
-told. Every step is as long as the slowest rank takes. --small is a tiny model on CPUs over Gloo, to
-try the script.
+that is done once, for memory alone; then all ways are set up and stay, if a GPU has memory for
+that, so that turns may be short: where the host is the bound, and gets slower and faster from one
+minute to the next, neighbours are still alike. The file is written after each turn. "alone" is the
+same model and step on each GPU by itself, in plain torch and in the trainer on one rank. Exposed
+communication is the median of a way less that of its "alone", scaling efficiency their ratio (so
+stages 1 to 3, whose ranks step a part of the parameters, are given the time that this saves).
+Losses of all ways are compared before anything is told. Every step is as long as the slowest rank
+takes. --small is a tiny model on CPUs over Gloo, to try the script.
 """
 
 from __future__ import annotations
@@ -257,22 +257,24 @@ def main() -> None:
             if comm.rank == 0:
                 turns.write(args.json, {"header": about, "rows": rows})
 
-        made: dict[str, Any] = {}  # by way, if they stay
+        every = [(text, name) for text in batches for name in ways]
 
-        def measure(of: Turn) -> dict[str, Any]:
-            batch, make = batches[of[0]], ways[of[1]]
-            if not args.together:
-                return bench.turn(make, batch, args.steps, args.warm)
-            first = of[1] not in made
-            if first:
-                made[of[1]] = make()
-            found = bench.measure(made[of[1]], batch, args.steps, args.warm)
-            if not first:  # it has trained, and those "alone" on other data than the rest
-                found["loss"] = None
-            return found
+        def turn(of: Turn) -> dict[str, Any]:
+            return bench.turn(ways[of[1]], batches[of[0]], args.steps, args.warm)
+
+        measure, made = turn, {}
+        if args.together:
+            apart = {of: turn(of) for of in every}
+            made = {name: make() for name, make in ways.items()}
+
+            def measure(of: Turn) -> dict[str, Any]:
+                step, batch = made[of[1]], batches[of[0]]
+                # Of one that stays the loss depends on what it was trained with before.
+                told = {key: apart[of][key] for key in ("memory", "loss")}
+                return bench.measure(step, batch, args.steps, args.warm) | told
 
         found = turns.in_turns(
-            [(text, name) for text in batches for name in ways],
+            every,
             measure,
             told,
             rounds=args.rounds,

@@ -217,7 +217,7 @@ class DeviceEngine:
         core, handles = self.core, [""]
 
         def allocate() -> None:
-            core.allocate(home)
+            core.allocate(home, self.blocks)
             handles[0] = core.handle()
 
         why = _why(allocate)
@@ -226,7 +226,7 @@ class DeviceEngine:
             raise UnsupportedError(f"device arrays: {failed}", rank=self._bootstrap.rank)
         every = [str(a["handle"]) for a in answers]
         for what, do in (
-            ("cannot map a peer's memory", lambda: core.open(every, self.blocks)),
+            ("cannot map a peer's memory", lambda: core.open(every)),
             ("cannot write to a peer's memory", core.probe_write),
         ):
             if failed:

@@ -66,12 +66,14 @@ void bind_device(py::module_& m) {
       // `home`: "device", "pinned" or "shared".
       .def(
           "allocate",
-          [](DeviceCommunicator& device, const std::string& home) {
+          [](DeviceCommunicator& device, const std::string& home, int blocks) {
             device.allocate(home == "device"   ? Home::device
                             : home == "pinned" ? Home::pinned
-                                               : Home::shared);
+                                               : Home::shared,
+                            blocks);
           },
-          py::arg("home"), Unlocked())
+          py::arg("home"), py::arg("blocks"), Unlocked())
+      .def_property_readonly("arena_bytes", &DeviceCommunicator::arena_bytes)
       .def("handle", &DeviceCommunicator::handle)
       .def("open", &DeviceCommunicator::open, Unlocked())
       .def("probe_write", &DeviceCommunicator::probe_write, Unlocked())

@@ -20,7 +20,7 @@ using u64 = unsigned long long;
 static_assert(sizeof(u64) == 8);
 
 inline constexpr int kMaxRanks = 16;
-inline constexpr int kMaxStrands = 128;  // FIFOs from one rank to another: channels x lanes
+inline constexpr int kMaxStrands = 128;  // FIFOs from one rank to another at most: channels x lanes
 inline constexpr int kMaxChannels = 16;
 inline constexpr int kDepth = 4;     // slots of a FIFO
 inline constexpr int kTogether = 2;  // segments that a strand of the interpreter works at in turns
@@ -132,7 +132,8 @@ struct alignas(128) Pair {
 
 // Where things lie in every arena.
 struct Geometry {
-  int strands = 0;
+  int strands = 0;       // FIFOs from one rank to another
+  int mail_strands = 0;  // and those of sends and receives
   u32 slot_bytes = 0;
   u32 mail_bytes = 0;    // of a slot of sends and receives
   u32 packet_units = 0;  // packets of 8 bytes of data, for each peer and parity

@@ -237,7 +237,7 @@ DeviceCommunicator::~DeviceCommunicator() = default;
 int DeviceCommunicator::blocks() const { return impl_->blocks; }
 bool DeviceCommunicator::captured() const { return impl_->last_capture != 0; }
 
-void DeviceCommunicator::allocate(Home home) {
+void DeviceCommunicator::allocate(Home home, int blocks) {
   const WhileCapturing relaxed;
   Impl& m = *impl_;
   const OnDevice current(m.config.device);
@@ -249,12 +249,17 @@ void DeviceCommunicator::allocate(Home home) {
   m.arenas.reset();
   m.free_what_ended();
   m.home = home;
+  m.blocks = blocks;
   m.arenas = std::make_unique<Arenas>(m.config.rank, m.config.nranks, m.config.device, home);
-  m.arenas->allocate(make_geometry(m.config.nranks, kMaxStrands, home).bytes, m.stream);
+  m.arenas->allocate(make_geometry(m.config.nranks, blocks, home).bytes, m.stream);
   if (home == Home::device) return;
   m.progress = std::make_unique<Memory>(m.config.device, sizeof(Progress), Home::device);
   check_cuda(cudaMemsetAsync(m.progress->get(), 0, sizeof(Progress), m.stream), "cudaMemsetAsync");
   check_cuda(cudaStreamSynchronize(m.stream), "cudaStreamSynchronize");
+}
+
+std::uint64_t DeviceCommunicator::arena_bytes() const {
+  return make_geometry(impl_->config.nranks, impl_->blocks, impl_->home).bytes;
 }
 
 std::string DeviceCommunicator::handle() const {
@@ -263,7 +268,7 @@ std::string DeviceCommunicator::handle() const {
   return impl_->arenas->handle();
 }
 
-void DeviceCommunicator::open(const std::vector<std::string>& handles, int blocks) {
+void DeviceCommunicator::open(const std::vector<std::string>& handles) {
   const WhileCapturing relaxed;
   const OnDevice current(impl_->config.device);
   Impl& m = *impl_;
@@ -274,7 +279,6 @@ void DeviceCommunicator::open(const std::vector<std::string>& handles, int block
   if (!others.empty())
     m.watch = std::make_unique<ProcessWatch>(
         others, [&m](const ProcessWatch::Process& p) { m.died(p.rank, p.pid); });
-  m.blocks = blocks;
   m.world.rank = m.config.rank;
   m.world.nranks = m.config.nranks;
   for (int q = 0; q < m.config.nranks; ++q) m.world.arena[q] = m.arenas->all()[q];
@@ -285,7 +289,7 @@ void DeviceCommunicator::open(const std::vector<std::string>& handles, int block
   m.world.progress =
       reinterpret_cast<Progress*>(m.progress != nullptr ? m.progress->get() : m.arenas->own());
   m.world.timeout_ns = static_cast<u64>(std::min(m.config.timeout_s, 1e9) * 1e9);
-  m.world.geometry = make_geometry(m.config.nranks, kMaxStrands, m.home);
+  m.world.geometry = make_geometry(m.config.nranks, m.blocks, m.home);
   // What peers must read here in the self-test.
   const u64 token = 0x9e3779b97f4a7c15ULL * static_cast<u64>(m.config.rank + 1);
   check_cuda(cudaMemcpyAsync(m.arenas->own() + offsetof(State, token), &token, sizeof token,

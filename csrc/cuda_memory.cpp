@@ -103,6 +103,7 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   const u64 peers = static_cast<u64>(nranks) - 1;  // only sends and receives go to oneself too
   Geometry g;
   g.strands = strands;
+  g.mail_strands = std::min(strands, kTransferStrands);
   g.slot_bytes = slot;
   g.mail_bytes = slot / 2;
   g.packet_units = packets / 8;
@@ -114,8 +115,8 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   g.lines = g.packets + 2 * peers * g.packet_units * 16;
   g.pairs = aligned(g.lines + 2 * peers * g.lines_each * 128);
   g.transfers = g.pairs + aligned(sizeof(Pair) * nranks);
-  g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * kTransferStrands);
-  g.bytes = g.mail + u64(nranks) * kTransferStrands * kTransferDepth * g.mail_bytes;
+  g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * g.mail_strands);
+  g.bytes = g.mail + u64(nranks) * g.mail_strands * kTransferDepth * g.mail_bytes;
   return g;
 }
 

@@ -78,12 +78,14 @@ class DeviceCommunicator {
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
-  // Thread blocks that this rank's kernels may have; all ranks take the smallest, in open().
+  // Thread blocks that this rank's kernels may have; all ranks take the smallest, in allocate().
   int blocks() const;
   // Again: gives up what was allocated before.
-  void allocate(Home home);
+  void allocate(Home home, int blocks);
+  // Of what is allocated for exchanges with the other ranks.
+  std::uint64_t arena_bytes() const;
   std::string handle() const;
-  void open(const std::vector<std::string>& handles, int blocks);
+  void open(const std::vector<std::string>& handles);
   void probe_write();
   // Empty, or which pair cannot reach each other's arenas.
   std::string probe_check();

@@ -24,9 +24,10 @@ int gpu_of(std::uintptr_t) { return -1; }
 DeviceCommunicator::DeviceCommunicator(const DeviceConfig&) { refuse(); }
 DeviceCommunicator::~DeviceCommunicator() = default;
 int DeviceCommunicator::blocks() const { refuse(); }
-void DeviceCommunicator::allocate(Home) { refuse(); }
+void DeviceCommunicator::allocate(Home, int) { refuse(); }
+std::uint64_t DeviceCommunicator::arena_bytes() const { refuse(); }
 std::string DeviceCommunicator::handle() const { refuse(); }
-void DeviceCommunicator::open(const std::vector<std::string>&, int) { refuse(); }
+void DeviceCommunicator::open(const std::vector<std::string>&) { refuse(); }
 void DeviceCommunicator::probe_write() { refuse(); }
 std::string DeviceCommunicator::probe_check() { refuse(); }
 void DeviceCommunicator::meet() { refuse(); }

@@ -40,12 +40,12 @@ __device__ inline Pair& pair_of(const DeviceWorld& w, int owner, int peer) {
 __device__ inline TransferControl& control_of(const DeviceWorld& w, int owner, int peer,
                                               int strand) {
   return reinterpret_cast<TransferControl*>(w.arena[owner] +
-                                            w.geometry.transfers)[peer * kTransferStrands + strand];
+                                            w.geometry.transfers)[peer * w.geometry.mail_strands + strand];
 }
 __device__ inline unsigned char* mail_of(const DeviceWorld& w, int owner, int peer, int strand,
                                          u32 message) {
   const u64 index =
-      (u64(peer) * kTransferStrands + strand) * kTransferDepth + message % kTransferDepth;
+      (u64(peer) * w.geometry.mail_strands + strand) * kTransferDepth + message % kTransferDepth;
   return w.arena[owner] + w.geometry.mail + index * w.geometry.mail_bytes;
 }
 

@@ -481,3 +481,16 @@ def test_a_trainer_that_is_closed_takes_no_steps(stage, end, tmp_path):
                 call()
 
     cc.run_threads(2, body, timeout=20)
+
+
+@pytest.mark.parametrize(("bound", "wanted"), [(0, 32), (8, 8), (100, 32)])
+def test_gathers_take_no_more_of_a_gpu_than_helps(bound, wanted):
+    """Nor the memory that goes with it: they are all beside a stream that computes."""
+    from collectives.train.gathering import ranks_of_gathers
+
+    def body(comm):
+        gathers = ranks_of_gathers(comm, {"cpu"})
+        assert gathers.size == comm.size
+        return gathers.max_blocks
+
+    assert cc.run_threads(2, body, timeout=60, max_blocks=bound) == [wanted] * 2

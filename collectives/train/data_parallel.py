@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..array import device_name, dtype_name, empty, native
+from ..array import device_name, dtype_name, native
 from ..bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket
 from ..bucket_pool import trim
 from ..bucketing import Bucketer
@@ -28,7 +28,7 @@ from ..gradients import put
 from ..work import ThenWork, Work
 from .allowed import check_changes
 from .batches import counted, joined, micro_batches, samples
-from .gathering import Gatherer
+from .gathering import Gatherer, ranks_of_gathers
 from .gradient_memory import GradientMemory
 from .gradient_norm import gradient_norm, who_is_not_finite
 from .interrupted import Cause, meet
@@ -224,10 +224,7 @@ class Trainer:
         self._gatherer: Gatherer | None = None
         if sharding == 3:
             assert group is not None
-            gathers = group.duplicate()
-            # The first call on a GPU allocates, which may wait for kernels that wait for this rank.
-            for device in {device_name(x) for x in values.values()} - {"cpu"}:
-                gathers.all_reduce(empty((1,), "float32", device))
+            gathers = ranks_of_gathers(group, {device_name(x) for x in values.values()})
             self._gatherer = Gatherer(gathers, self.store, self._model)
             self.bucketer.siblings.append(gathers)
         if group is not None and group is not comm:

@@ -21,6 +21,7 @@ import numpy as np
 from ..array import empty
 from ..errors import MismatchError, described
 from ..side_stream import SideStreams
+from ..tuning.device import BLOCKS_BESIDE
 from .sharding import Shard, Store
 
 if TYPE_CHECKING:
@@ -44,6 +45,18 @@ class Memory(Protocol):
 
     def stream(self) -> AbstractContextManager[None]:
         """In this block what cupy does is ordered with what uses the memory."""
+
+
+def ranks_of_gathers(comm: Communicator, devices: set[str]) -> Communicator:
+    """A communicator of the same ranks for gathers onto these devices. Collective."""
+    # All its calls on GPUs are beside a stream that computes: more thread blocks, and the memory
+    # of more, would lie idle.
+    most = min(comm.max_blocks or BLOCKS_BESIDE, BLOCKS_BESIDE)
+    gathers = comm.duplicate(max_blocks=most)
+    # The first call on a GPU allocates, which may wait for kernels that wait for this rank.
+    for device in devices - {"cpu"}:
+        gathers.all_reduce(empty((1,), "float32", device))
+    return gathers
 
 
 class Gatherer:

@@ -41,7 +41,7 @@ _BULK_BLOCKS = 32
 _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 32, 8 << 20
 # Blocks of direct_two_shot beside a stream that computes: blocks that wait for a peer hold their
 # multiprocessors, and a kernel of cuBLAS finds no room beside one.
-_BLOCKS_BESIDE = 32
+BLOCKS_BESIDE = 32
 # One message to each peer from the root, until the root's link is full for longer than a second
 # step takes; with two ranks that sends no less.
 _ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
@@ -130,9 +130,9 @@ def device_launch(
     if collective == "all_to_all":
         return _one_shot(each, nranks) if each <= _of(_LINES, nranks) else _PLAIN
     if collective == "all_reduce" and nbytes <= _of(_TWO_STEPS_IN_LINES, nranks):
-        return Launch(blocks=_BLOCKS_BESIDE if beside else 0, threads=_THREADS, lines=True)
+        return Launch(blocks=BLOCKS_BESIDE if beside else 0, threads=_THREADS, lines=True)
     few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
-    blocks = _FEW_BLOCKS if few else _BLOCKS_BESIDE if beside else 0
+    blocks = _FEW_BLOCKS if few else BLOCKS_BESIDE if beside else 0
     bulk = min(blocks or most, most) <= _BULK_BLOCKS
     return Launch(blocks=blocks, pull=bulk or nbytes < _PULL_BELOW, bulk=bulk)
 

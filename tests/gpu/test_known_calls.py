@@ -11,6 +11,10 @@ from on_device import OnDevice, run_on
 
 import collectives as cc
 from collectives import known_calls
+from collectives.array.device import Cupy
+from collectives.array.kind import Kind
+from collectives.array.recognising import KINDS
+from collectives.array.views import View
 
 pytestmark = MARK
 
@@ -214,6 +218,72 @@ def test_all_to_all() -> None:
             comm.comm.all_to_all(odd, out=at(comm, 8192, np.zeros((4, 30), np.float32)))
 
     run_on(3, [0], body, timeout=20)
+
+
+class Thing:
+    """An array of a library that the core does not read by itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class ThingKind(Kind):
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+        self.told = True
+
+    def view(self, x: Any, writable: bool, what: str, gpu: bool) -> View:
+        return Cupy(cupy).view(x.inner, writable, what, gpu)
+
+    def glance(self, x: Any) -> tuple[int, int, Any, int] | None:
+        data = x.inner.data
+        return (data.ptr, x.inner.size, x.inner.dtype, data.device_id) if self.told else None
+
+    def current_stream(self, ordinal: int) -> int:
+        return cupy.cuda.get_current_stream().ptr
+
+    def has_written(self, x: Any) -> None:
+        self.written.append(x)
+
+
+def test_arrays_that_their_kind_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind is asked, and hears of what was written."""
+
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        kind = KINDS[Thing]
+        assert isinstance(kind, ThingKind)
+        x, out = (Thing(at(comm, i << 12, np.ones(50, np.float32))) for i in range(2))
+        with comm.stream:
+            comm.comm.all_reduce(x)
+            comm.comm.all_reduce(x, out=out)
+        comm.finish()
+        assert by_the_short_way(comm, x) and by_the_short_way(comm, x, out)
+        assert (back(comm, x.inner) == 4).all() and (back(comm, out.inner) == 8).all()
+        assert [thing for thing in kind.written if thing in (x, out)] == [x, out]
+        comm.comm.barrier()
+        if comm.rank == 0:
+            kind.told = False
+        comm.comm.barrier()
+        assert not by_the_short_way(comm, x)
+        assert not by_the_short_way(comm, x, object())
+
+    monkeypatch.setitem(KINDS, Thing, ThingKind())
+    run_on(2, [0], body, timeout=20)
+
+
+def test_a_kind_that_raises_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(ThingKind):
+        def glance(self, x: Any) -> Any:
+            raise KeyError("glance")
+
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        with pytest.raises(KeyError, match="glance"):
+            by_the_short_way(comm, Thing(at(comm, 0, np.ones(5, np.float32))))
+
+    monkeypatch.setitem(KINDS, Thing, Wrong())
+    run_on(2, [0], body, timeout=20)
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

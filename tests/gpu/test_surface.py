@@ -54,7 +54,9 @@ def test_stream_of_the_call(count: int) -> None:
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_max_blocks(bound: int) -> None:
-    def body(comm: OnDevice) -> tuple[int, bool]:
+    """They bound the memory too: what each block exchanges through."""
+
+    def body(comm: OnDevice) -> tuple[int, bool, int]:
         count = 40_000
         x = array(comm, count, comm.rank + 1)
         comm.comm.barrier()
@@ -63,10 +65,14 @@ def test_max_blocks(bound: int) -> None:
         comm.finish()
         engine = comm.comm._device
         assert engine is not None
-        return engine.blocks, bool((values(comm, count) == (comm.size + 1) / 2).all())
+        right = bool((values(comm, count) == (comm.size + 1) / 2).all())
+        return engine.blocks, right, engine.core.arena_bytes
 
     found = run_on(2, [0], body, timeout=20, max_blocks=bound)
-    assert all(blocks <= bound and right for blocks, right in found), found
+    assert all(blocks <= bound and right for blocks, right, _ in found), found
+    ((_, _, most), _) = run_on(2, [0], body, timeout=20, max_blocks=bound + 1)
+    # Two slots of 4 x 64 KiB for collective calls, four of 8 x 32 KiB for sends, less flags.
+    assert 0.7 < (most - found[0][2]) / (768 << 10) < 1.1
 
 
 @pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring"])
