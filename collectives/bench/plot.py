@@ -8,8 +8,9 @@ from ..drawing import PALETTE
 from .cases import Case
 from .report import bandwidth, bus_factor
 
-COLOURS = (*PALETTE, "#57606a", "#c1121f")
-MARKERS = "osD^vP*Xh<"
+# More than there are algorithms in a comparison: with as many markers, no two curves are alike.
+COLOURS = (*PALETTE, "#57606a", "#c1121f", "#1b4965", "#6bbf59", "#f0a6ca", "#a3a847")
+MARKERS = "osD^vP*Xh<>pd8"
 _PEER_COLOURS = ("#24292f", "#8c959f")
 
 

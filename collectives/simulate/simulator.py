@@ -293,6 +293,5 @@ def candidates(collective: str, topology: Topology) -> list[str]:
     node = topology.nodes_of_ranks if nodes > 1 else []
     names = [a.name for a in algorithms() if a.name != "hierarchical"]
     if nodes > 1 and n > nodes:
-        inter = ("ring", "halving_doubling", "double_binary_tree", "recursive_doubling", "bruck")
-        names += [f"hierarchical(direct_two_shot, {name})" for name in inter]
+        names += [f"hierarchical(direct_two_shot, {name})" for name in names]
     return [name for name in names if not why_unsupported(name, collective, n, node=node)]
