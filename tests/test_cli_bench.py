@@ -102,10 +102,20 @@ def test_bench_options(capsys, tmp_path, options):
     assert status == 0, err
     rows = json.loads(file.read_text())["rows"]
     check_rows(rows, wrong=None if "-c" in options else 0, symmetric="--symmetric" in options)
+    assert {r["root"] for r in rows} == ({1} if "-r" in options else {None})
+    orders = {"any", None} if "-r" in options else {"rank"} if "--order" in options else {"any"}
+    assert {r["order"] for r in rows} == orders
     if "-a" in options:
         assert {r["algorithm"] for r in rows} == {options[1], options[3]}
     if "-i" in options:
         assert {r["bytes"] for r in rows} == {4, 24, 44, 64}
+
+
+def test_what_is_not_verified_is_called_so(capsys):
+    for command in ("bench", "compare"):
+        assert "not" not in run(capsys, command, "--threads", 2, *TINY)[1].split("#\n")[-1]
+        _, out, _ = run(capsys, command, "--threads", 2, *TINY, "-c", "0")
+        assert "# nothing was verified (-c 0)" in out, command
 
 
 def test_bench_alone(capsys):
@@ -232,3 +242,52 @@ def test_bench_beside_gloo(tmp_path):
     for row in rows:
         expected = 0 if row["collective"] == "all_reduce" and not row["in_place"] else 1
         assert len(row["peers"]) == expected, row
+
+
+_NO_PEER_WORKS = """
+import sys
+import torch.distributed as dist
+from collectives import _core, cli
+_core.time_mpi = lambda core, handle, warmup, iterations, *arguments: [(0, 1)] * iterations
+dist.broadcast = lambda *arguments: None
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.torch
+@pytest.mark.parametrize(("peer", "version"), [("mpi", "Open MPI"), ("gloo", "torch")])
+def test_a_peer_that_is_wrong_is_not_timed(tmp_path, peer, version):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    command, environment = launch.command("openmpi", 2)
+    program = tmp_path / "program.py"
+    program.write_text(_NO_PEER_WORKS, encoding="utf-8")
+    done = subprocess.run(
+        [*command, str(program), "bench", "--collective", "broadcast", "--peer", peer, *TINY],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2, done.stderr
+    assert version in done.stderr
+    assert "1 wrong elements in broadcast of 4 bytes" in done.stderr
+
+
+@pytest.mark.mpi
+def test_a_sum_that_mpi_lacks_has_no_figure(tmp_path):
+    command, environment = launch.command("openmpi", 2)
+    bench = ["-m", "collectives", "bench", "--peer", "mpi", "--python", "-d", "bool"]
+    file = tmp_path / "result.json"
+    done = subprocess.run(
+        [*command, *bench, *TINY, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(row["peers"] == [] for row in json.loads(file.read_text())["rows"])

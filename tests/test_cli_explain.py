@@ -150,6 +150,15 @@ def test_a_communicator_explains_itself():
     assert text.startswith("broadcast of 4 KiB, 2 ranks on 1 node")
 
 
+def test_what_many_ranks_are_told_to_run_can_be_run(capsys):
+    for size in ("0", "3M"):
+        _, out, _ = run(capsys, "explain", "all_reduce", "--bytes", size, "--ranks", 520)
+        words = out.splitlines()[-1].split()
+        assert words[:3] == ["python", "-m", "collectives"]
+        status, _, err = run(capsys, *words[3:], "--algorithm", "recursive_doubling")
+        assert status == 0, err
+
+
 def test_one_rank_explains_itself():
     with collectives.init() as comm:
         assert "1 rank on 1 node, over self\n" in comm.explain(nbytes=8)

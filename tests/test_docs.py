@@ -196,6 +196,8 @@ def row(**fields):
         "count": 1024,
         "dtype": "float32",
         "op": "sum",
+        "root": None,
+        "order": "any",
         "ranks": 2,
         "nodes": 1,
         "transport": "shm",

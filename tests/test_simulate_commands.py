@@ -52,7 +52,7 @@ def test_simulate_prints_all_algorithms_the_fastest_first(capsys):
         (("--bytes", "1M:1K"), "rising range"),
         (("--bytes", "1MB"), "1000 or 1024"),
         (("--algorithm", "rong"), "did you mean 'ring'"),
-        (("--root", "9"), "root 9 is out of range"),
+        (("--root", "1"), "--root goes with broadcast"),
         (("--algorithm", "bruck"), "bruck cannot do all_reduce"),
         (("--algorithm", "auto"), "auto chooses by size; name an algorithm"),
         (("--algorithm", "binomial_tree", "--symmetric"), "cannot do all_reduce"),
@@ -62,6 +62,13 @@ def test_simulate_says_what_is_wrong(capsys, arguments, message):
     status, _, err = run(capsys, "simulate", "all_reduce", "--topology", "dgx-h100", *arguments)
     assert status == 2
     assert message in err
+
+
+def test_a_simulated_root_is_one_of_the_ranks(capsys):
+    broadcast = ("simulate", "broadcast", "--topology", "dgx-h100", "--root")
+    assert run(capsys, *broadcast, "7")[0] == 0
+    status, _, err = run(capsys, *broadcast, "9")
+    assert status == 2 and "root 9 is out of range" in err
 
 
 def test_a_simulated_barrier_has_no_sizes(capsys):
@@ -132,6 +139,7 @@ def test_compare_says_who_wins_where(capsys, tmp_path):
     assert one.startswith("  1 node, 8 ranks: direct_one_shot (1 KiB")
     assert two.startswith("  2 nodes, 16 ranks:") and "hierarchical(" in two.rsplit("), ", 1)[1]
     rows = json.loads(out_file.read_text())["rows"]
+    assert all(row["root"] is None and row["extrapolated"] is False for row in rows)
     for nodes, nbytes in ((1, 1024), (2, 1 << 24)):
         mine = [r for r in rows if (r["nodes"], r["bytes"]) == (nodes, nbytes)]
         best = min(mine, key=lambda r: r["simulated_us"])["algorithm"]
@@ -192,7 +200,9 @@ def test_compare_draws(capsys, tmp_path, name):
         (("--topology", "dgx-h100", "-b", "1M", "-e", "1K"), "1024, is below the smallest"),
         (("--topology", "dgx-h100", "-e", "0"), "the largest size, 0, is below the smallest, 4"),
         (("--topology", "dgx-h100", "--json", "/proc/x"), "/proc/x cannot be written: No such"),
-        (("--topology", "dgx-h100", "--measured", "/none"), "/none: it cannot be read: No such"),
+        (("--topology", "dgx-h100", "--measured", "/none"), "--measured goes with --html"),
+        (("--topology", "dgx-h100", "--root", "1"), "--root goes with broadcast"),
+        (("broadcast", "--topology", "dgx-h100", "--root", "9"), "root 9 is out of range"),
         (("--topology", "dgx-h100", "--only", "bruck"), "nothing can do all_reduce with 1 nodes"),
     ],
 )
@@ -221,6 +231,51 @@ def test_measured_files(tmp_path):
         with pytest.raises(ConfigError, match=message):
             comparing.read_measured([file], "all_reduce")
         assert comparing.read_measured([tmp_path], "all_reduce") == []
+
+
+def _row(**fields):
+    usual = {
+        "collective": "all_reduce", "algorithm": "ring", "bytes": 64, "dtype": "float32",
+        "op": "sum", "root": None, "order": "any", "ranks": 2, "nodes": 1, "transport": "shm",
+        "device": "cpu", "mode": "host", "symmetric": False, "in_place": True, "time_us": 2.0,
+        "peers": [{"name": "mpi", "version": "MPI 5", "time_us": 4.0, "ratio": 2.0}],
+    }  # fmt: skip
+    return {**usual, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "label", "peer"),
+    [
+        ({"symmetric": True}, ", symmetric", ""),
+        ({"order": "rank"}, ", in rank order", ""),
+        ({"dtype": "int8"}, ", int8", ", int8"),
+        ({"op": "max"}, ", max", ", max"),
+        ({"root": 1}, ", root 1", ", root 1"),
+        ({"mode": "graph"}, ", graph", ", graph"),
+    ],
+)
+def test_calls_of_other_kinds_have_curves_of_their_own(tmp_path, fields, label, peer):
+    file = tmp_path / "m.json"
+    other = _row(**fields, time_us=1.0)
+    file.write_text(json.dumps({"rows": [_row(), other, _row(in_place=False, time_us=3.0)]}))
+    found = {m.label: m.times[64] for m in comparing.read_measured([file], "all_reduce")}
+    where = "shm, 2 ranks, cpu"
+    assert found == {
+        f"ring ({where})": pytest.approx(2e-6),
+        f"ring ({where}{label})": pytest.approx(1e-6),
+        f"mpi MPI 5 ({where})": pytest.approx(4e-6),
+        f"mpi MPI 5 ({where}{peer})": pytest.approx(4e-6),
+    }
+
+
+@pytest.mark.parametrize(
+    "fields", [{"time_us": None}, {"bytes": "64"}, {"peers": 3}, {"peers": [{"name": "mpi"}]}]
+)
+def test_rows_that_are_no_measurements_are_refused(tmp_path, fields):
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps({"rows": [_row(**fields)]}))
+    with pytest.raises(ConfigError, match=r"m\.json: .* is no"):
+        comparing.read_measured([file], "all_reduce")
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..schedule import algorithms, why_unsupported
 from ..tuning import known_algorithm
 from .backends import Backend
-from .cases import REDUCING, Bound, Case, bind, places
+from .cases import REDUCING, ROOTED, Bound, Case, bind, places
 from .peers import Peer
 from .report import bandwidth, bus_factor
 from .timing import Effort, Runner, Sample, take_turns
@@ -151,6 +151,8 @@ class Bench:
             "count": case.count(bound.elements),
             "dtype": case.dtype,
             "op": case.op if case.collective in REDUCING else "none",
+            "root": case.root if case.collective in ROOTED else None,
+            "order": (self.order or "any") if case.collective in REDUCING else None,
             "ranks": comm.size,
             "nodes": len(set(comm.nodes)),
             "transport": self.backend.transport,

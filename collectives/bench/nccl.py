@@ -12,13 +12,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ..communicator import Communicator
-from ..errors import CollectiveError, UnsupportedError
+from ..errors import UnsupportedError
 from .cases import REDUCING, Bound
 from .cuda import Cuda, told_by
 from .gpus import dotted
+from .peers import refuse_wrong
 from .timing import Runner
 
 # Our name -> the name of the constant in cupy.cuda.nccl. cupy tells what it was built with.
@@ -139,14 +138,8 @@ class NcclPeer:
         """
         bound.fill()
         self._backend.once(body)
-        mine = np.array([bound.wrong(rough=True)], np.int64)  # NCCL's avg divides before it adds
-        wrong = int(np.sum(self._comm.all_gather(mine)))
-        if wrong:
-            raise CollectiveError(
-                f"{self.version}: {wrong} wrong elements in {bound.case.collective} of "
-                f"{bound.nbytes} bytes",
-                rank=self._comm.rank,
-            )
+        # NCCL's avg divides before it adds.
+        refuse_wrong(self._comm, self.version, bound, rough=True)
 
     def body(self, bound: Bound) -> Callable[[], Any] | None:
         """Puts the call on the stream once; None if there is no such call."""

@@ -4,12 +4,14 @@
     gloo   torch.distributed's Gloo group. Loops in Python
     nccl   on GPUs: nccl.py
 
-A peer that lacks a collective, a dtype or an op has no figure there. Gloo sums in place only.
+A peer that lacks a collective, a dtype or an op has no figure there. Gloo sums in place only. What
+a peer makes of a call is verified before it is timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from .. import _core
 from ..communicator import Communicator
-from ..errors import UnsupportedError, did_you_mean
+from ..errors import CollectiveError, UnsupportedError, did_you_mean
 from .backends import Backend, Host
 from .cases import Bound
 from .machine import mpi_name
@@ -33,7 +35,10 @@ class Peer(Protocol):
     version: str
 
     def runner(self, bound: Bound, mode: str) -> Runner | None:
-        """A timed loop over the same call; None if the library has none. Collective."""
+        """A timed loop over the same call; None if the library has none. Collective.
+
+        Raises CollectiveError, on all ranks, if its result is wrong.
+        """
         ...
 
     def close(self) -> None: ...
@@ -45,7 +50,7 @@ def connect(backend: Backend, names: Sequence[str]) -> list[Peer]:
     """
     comm = backend.comm
     peers: list[Peer] = []
-    for name in names:
+    for name in dict.fromkeys(names):
         if name == "mpi":
             peers.append(MpiPeer(comm, python=isinstance(backend, Host) and backend.python))
         elif name == "gloo":
@@ -60,6 +65,19 @@ def connect(backend: Backend, names: Sequence[str]) -> list[Peer]:
         else:
             raise ValueError(f"unknown peer {name!r}; {did_you_mean(name, NAMES)}")
     return peers
+
+
+def refuse_wrong(comm: Communicator, version: str, bound: Bound, *, rough: bool = False) -> None:
+    """Raises CollectiveError, on all ranks, if a peer's result is wrong: its time would be that of
+    another call. Collective.
+    """
+    mine = np.array([bound.wrong(rough=rough)], np.int64)
+    wrong = int(np.sum(comm.all_gather(mine)))
+    if wrong:
+        raise CollectiveError(
+            f"{version}: {wrong} wrong elements in {bound.case.collective} of {bound.nbytes} bytes",
+            rank=comm.rank,
+        )
 
 
 class MpiPeer:
@@ -81,21 +99,35 @@ class MpiPeer:
         self.version = mpi_name(str(_core.loaded_mpi()["version"]))
 
     def runner(self, bound: Bound, mode: str) -> Runner | None:
+        if bound.in_place and bound.case.collective == "reduce_scatter":
+            # In place MPI wants the result at the beginning of the vector.
+            bound = replace(bound, out=bound.x[: len(bound.out)])
+        run = self._loop(bound)
+        if run is None:
+            return None
+        bound.fill()
+        try:  # what MPI lacks it says at once, on every rank alike
+            run(0, 1)
+        except (UnsupportedError, self._mpi.Exception):
+            return None
+        refuse_wrong(self._comm, self.version, bound)
+        bound.clear()
+        return run
+
+    def _loop(self, bound: Bound) -> Runner | None:
         if self._python:
             body = self._body(bound)
             return None if body is None else python_loop(self._comm, bound, body)
         case = bound.case
         if case.collective in ("gather", "scatter"):
             return None
-        # In place MPI wants the result of a reduce_scatter at the beginning of the vector.
-        out = bound.x if bound.in_place and case.collective == "reduce_scatter" else bound.out
         arguments = (
             case.collective,
             _core.dtypes.index(case.dtype),
             _core.ops.index(case.op),
             case.root,
             bound.x.ctypes.data,
-            out.ctypes.data,
+            bound.out.ctypes.data,
             case.count(bound.elements),
         )
         handle = self._mpi._handleof(self._comm._bootstrap.comm)  # type: ignore[attr-defined]
@@ -197,10 +229,14 @@ class GlooPeer:
         body = self._body(bound)
         if body is None:
             return None
+        bound.fill()
+        self._comm.barrier()
         try:  # what Gloo lacks it says at once, on every rank alike
             body()
         except (RuntimeError, ValueError, NotImplementedError):
             return None
+        refuse_wrong(self._comm, self.version, bound)
+        bound.clear()
         return python_loop(self._comm, bound, body)
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 from . import gpus
 
-# The fields of a row of JSON, in this order.
+# The fields of a row of JSON, in this order. root and order are null where a call has none.
 FIELDS = (
     "collective",
     "algorithm",
@@ -30,6 +30,8 @@ FIELDS = (
     "count",
     "dtype",
     "op",
+    "root",
+    "order",
     "ranks",
     "nodes",
     "transport",

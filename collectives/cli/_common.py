@@ -9,12 +9,13 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from .. import _core
 from ..array import ITEM_SIZES
 from ..bench import backends
+from ..bench.cases import REDUCING, ROOTED
 from ..config import parse_size
 from ..errors import CollectiveError, ConfigError, did_you_mean
 from ..schedule import algorithms
@@ -47,6 +48,14 @@ def size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def step(text: str) -> int:
+    """What sizes grow by, in bytes."""
+    number = size(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("0 would never end; sizes grow by a byte or more")
+    return number
 
 
 def factor(text: str) -> int:
@@ -130,6 +139,21 @@ def check_device(args: argparse.Namespace) -> None:
     backends.check_options(args.device, args.mode, args.python, args.peer or ())
     if args.max_blocks and args.device == "cpu":
         raise ConfigError("--max-blocks bounds kernels on a GPU; add --device cuda")
+
+
+def check_used(
+    collectives: Sequence[str], *, root: int = 0, op: str = "sum", order: str | None = None
+) -> None:
+    """Raises ConfigError for an option that none of the collectives goes by."""
+    for option, given, users in (
+        ("--root", root != 0, ROOTED),
+        ("--op", op != "sum", REDUCING),
+        ("--order", order is not None, REDUCING),
+    ):
+        if given and not set(users) & set(collectives):
+            raise ConfigError(
+                f"{option} goes with {', '.join(users)}; leave it out for {', '.join(collectives)}"
+            )
 
 
 def nodes_list(text: str) -> list[int]:

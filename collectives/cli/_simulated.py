@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import simulate
 from ..bench import report
+from ..bench.cases import ROOTED
 from ..config import parse_size
 from ..errors import ConfigError
 from ..schedule import algorithms
@@ -103,6 +104,9 @@ def compare(args: argparse.Namespace) -> int:
         algorithm(name)
     if args.collective == "barrier":
         raise ConfigError("compare --topology goes over sizes; a barrier has none")
+    _common.check_used([args.collective], root=args.root)
+    if args.measured and not args.html:
+        raise ConfigError("--measured goes with --html: the page shows measured runs beside")
     if args.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib: pip install 'collectives[simulate]'")
     if args.html and importlib.util.find_spec("plotly") is None:
@@ -198,6 +202,7 @@ def write_json(path: str, result: Comparison) -> None:
                         "collective": o.collective,
                         "algorithm": o.algorithm,
                         "bytes": o.nbytes,
+                        "root": result.root if o.collective in ROOTED else None,
                         "ranks": o.ranks,
                         "nodes": o.nodes,
                         "simulated_us": o.seconds * 1e6,
@@ -206,6 +211,7 @@ def write_json(path: str, result: Comparison) -> None:
                         "steps": o.steps,
                         "segments": o.segments,
                         "method": o.method,
+                        "extrapolated": o.extrapolated,
                         "bottleneck": o.bottleneck,
                     }
                 )

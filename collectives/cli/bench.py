@@ -4,7 +4,8 @@ Each result is verified before it is timed. A call's time is what the slowest ra
 shows the median and the time that 99 of 100 calls do not exceed. Loops run in C++, as those of
 nccl-tests and OSU do; with --python they go through the methods that a program calls. Inputs are
 rewritten between calls, as by a program that computes them. Peers are timed in turns with ours, on
-the same arrays (with --symmetric: on ordinary ones), and a ratio is the peer's time / ours.
+the same arrays (with --symmetric: on ordinary ones), and a ratio is the peer's time / ours. A peer
+whose result is wrong ends the run.
 
 With --device cuda the arrays are on GPUs, and a time is the mean of a window of calls between two
 events, on the slowest rank: of calls launched one by one on a stream (--mode stream), or in a CUDA
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--stepfactor", type=_common.factor, default=4, help="each size times so much (4)"
     )
     sizes_.add_argument(
-        "-i", "--stepbytes", type=_common.size, help="each size plus so many bytes instead"
+        "-i", "--stepbytes", type=_common.step, help="each size plus so many bytes instead"
     )
     effort = parser.add_argument_group("effort")
     effort.add_argument(
@@ -133,7 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
     with _ranks.on_every_rank():
-        _collectives(args.collective)
+        names = _collectives(args.collective)
+        _common.check_used(names, root=args.root, op=args.op, order=args.order)
         for name in args.algorithm or ():
             _common.algorithm(name)
         if args.in_place and args.out_of_place:
@@ -150,7 +152,7 @@ def _collectives(text: str) -> list[str]:
     if text == "all":
         return list(_core.collectives)
     try:
-        return [_common.collective(name.strip()) for name in text.split(",")]
+        return list(dict.fromkeys(_common.collective(name.strip()) for name in text.split(",")))
     except argparse.ArgumentTypeError as error:
         raise ConfigError(str(error)) from None
 
@@ -160,7 +162,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
         Case(c, comm.size, args.datatype, args.op, args.root if c in ROOTED else 0)
         for c in _collectives(args.collective)
     ]
-    algorithms = args.algorithm or ["auto"]
+    algorithms = list(dict.fromkeys(args.algorithm or ["auto"]))
     with _ranks.on_every_rank():
         for case in cases:
             for algorithm in algorithms:

@@ -159,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         args.nodes = args.nodes[0] if args.nodes else None
         for name in args.only or ():
             _common.algorithm(name)
+        _common.check_used([args.collective], root=args.root, op=args.op)
         sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
         if args.png and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
@@ -205,6 +206,8 @@ def _compare(comm: Communicator, args: argparse.Namespace) -> int:
         print("#")
         if wrong:
             print(f"# wrong elements: {wrong} FAILED")
+        if not args.check:
+            print("# nothing was verified (-c 0)")
         for line in [*in_words(results), *_about_auto(bench, results)]:
             print(line)
         if args.fit:

@@ -6,12 +6,14 @@ Text for a terminal, SVG for a page, PNG where neither will do.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from ..drawing import FORMATS, draw
 from ..drawing_png import draw_png
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..schedule import algorithms, schedule
+from ..simulate.traffic import can_follow
 from . import _common
 
 EXAMPLES = """\
@@ -25,6 +27,7 @@ examples:
 """
 
 
+_FEW = 512  # ranks whose steps are never too many
 _ENDINGS = {"": "text", "txt": "text", "svg": "svg", "png": "png"}
 
 
@@ -64,8 +67,15 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.ranks or (len(args.node) if args.node else 4)
     if args.node and len(args.node) != ranks:
         raise ConfigError(f"--node names the nodes of {len(args.node)} ranks, -n says {ranks}")
+    _common.check_used([args.collective], root=args.root)
     if args.root >= ranks:
         raise ConfigError(f"root {args.root} is out of range: ranks are 0 to {ranks - 1}")
+    counts = [ranks] if not args.node else list(Counter(args.node).values())
+    if ranks > _FEW and not can_follow(args.algorithm, args.collective, counts):
+        raise UnsupportedError(
+            f"the steps of {args.algorithm} for {args.collective} over {ranks} ranks are too many "
+            "to draw; take fewer ranks"
+        )
     ending = Path(args.output).suffix[1:] if args.output else ""
     if not args.format and ending not in _ENDINGS:
         raise ConfigError(

@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bytes",
         type=_common.size,
-        default=1 << 20,
         metavar="SIZE",
         help="of the whole vector, all blocks together (1M)",
     )
@@ -83,9 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
-    if args.datatype and args.bytes % Case(args.collective, 1, args.datatype).itemsize:
+    if args.collective == "barrier" and (args.bytes is not None or args.datatype):
+        raise ConfigError("a barrier has no elements: leave --bytes and --datatype out")
+    if args.datatype and _bytes(args) % Case(args.collective, 1, args.datatype).itemsize:
         raise ConfigError(
-            f"--bytes {args.bytes} are no whole number of {args.datatype}, of "
+            f"--bytes {_bytes(args)} are no whole number of {args.datatype}, of "
             f"{Case(args.collective, 1, args.datatype).itemsize} bytes each"
         )
     if args.measure:
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         explain(
             args.collective,
-            args.bytes,
+            _bytes(args),
             tuned,
             one_region=one_region,
             tuner=tuner,
@@ -122,6 +123,11 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _bytes(args: argparse.Namespace) -> int:
+    """Bytes of the call. The argument stays as it was given, for ranks that are started."""
+    return 1 << 20 if args.bytes is None else int(args.bytes)
 
 
 def _on_gpus(args: argparse.Namespace, nodes: list[int]) -> str:
@@ -140,7 +146,7 @@ def _on_gpus(args: argparse.Namespace, nodes: list[int]) -> str:
     tuner = DeviceTuner(len(nodes), settings.algorithm, _table(settings, GPU, nodes))
     return explain(
         args.collective,
-        args.bytes,
+        _bytes(args),
         nodes,
         one_region=True,
         tuner=tuner,
@@ -187,7 +193,7 @@ def _nodes(args: argparse.Namespace) -> list[int]:
 
 def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     case = Case(args.collective, comm.size, args.datatype or "float32")
-    elements = case.elements(args.bytes)
+    elements = case.elements(_bytes(args))
     in_place = places(args.collective)[-1]
     with _ranks.on_every_rank():
         backend = backends.connect(comm, args.device)

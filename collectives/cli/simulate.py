@@ -142,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         return _training(args)
     if args.what == "barrier" and args.bytes:
         raise ConfigError("a barrier has no sizes: leave --bytes out")
+    _common.check_used([args.what], root=args.root)
     _common.import_algorithms(args.imports)
     for name in args.algorithm or ():
         _simulated.algorithm(name)

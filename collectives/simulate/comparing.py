@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ class Comparison:
     outcomes: dict[int, dict[int, dict[str, Outcome]]] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
+    root: int = 0
 
     def algorithms(self, nodes: int) -> list[str]:
         """Those that ran on so many nodes."""
@@ -85,7 +86,7 @@ def compare(
 
     Raises UnsupportedError where nothing can run.
     """
-    result = Comparison(topology, collective, list(nodes), list(sizes))
+    result = Comparison(topology, collective, list(nodes), list(sizes), root=root)
     for count in nodes:
         sized = topology.with_nodes(count)
         result.outcomes[count] = {nbytes: {} for nbytes in sizes}
@@ -106,7 +107,8 @@ def compare(
 
 def read_measured(paths: Iterable[str | Path], collective: str) -> list[Measured]:
     """The times of `collective` in files that `bench --json` or `compare --json` wrote; a folder
-    stands for those of its files *.json that are such. Raises ConfigError for a named file that is
+    stands for those of its files *.json that are such. Calls of different kinds have curves of
+    their own, in place and out of place the same one. Raises ConfigError for a named file that is
     none.
     """
     found: dict[tuple[str, int, int], dict[int, float]] = {}
@@ -120,14 +122,32 @@ def read_measured(paths: Iterable[str | Path], collective: str) -> list[Measured
         for row in rows:
             if row["collective"] != collective:
                 continue
-            where = f"{row['transport']}, {row['ranks']} ranks, {row['device']}"
-            key = (f"{row['algorithm']} ({where})", row["ranks"], row["nodes"])
+            key = (f"{row['algorithm']} ({_kind(row)})", row["ranks"], row["nodes"])
             _add(found, key, row["bytes"], row["time_us"])
             for peer in row["peers"] or ():
-                name = f"{peer['name']} {peer['version']} ({where})"
+                # Peers work on ordinary arrays, and know no order.
+                name = f"{peer['name']} {peer['version']} ({_kind({**row, **_OF_PEERS})})"
                 if peer["time_us"] is not None:
                     _add(found, (name, *key[1:]), row["bytes"], peer["time_us"])
     return [Measured(*key, dict(sorted(times.items()))) for key, times in sorted(found.items())]
+
+
+_OF_PEERS = {"symmetric": False, "order": None}
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    """What a row is of beside collective, algorithm and size. What is usual goes without saying."""
+    words = [row["transport"], f"{row['ranks']} ranks", row["device"]]
+    for name, usual in (("mode", "host"), ("dtype", "float32"), ("op", "sum")):
+        if row.get(name) not in (None, "none", usual):
+            words.append(str(row[name]))
+    if row.get("root"):
+        words.append(f"root {row['root']}")
+    if row.get("order") == "rank":
+        words.append("in rank order")
+    if row.get("symmetric"):
+        words.append("symmetric")
+    return ", ".join(words)
 
 
 def _files(paths: Iterable[str | Path]) -> list[tuple[Path, bool]]:
@@ -167,6 +187,15 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         missing = [name for name in (*needed, "device") if name not in row]
         if missing:
             raise ConfigError(f"{file}: a row lacks {missing[0]!r}, which `bench --json` writes")
+        for name in ("bytes", "ranks", "nodes", "time_us"):
+            if not isinstance(row[name], (int, float)):
+                raise ConfigError(f"{file}: {name} of a row is no number: {row[name]!r}")
+        peers = row["peers"] or []
+        if not isinstance(peers, list):
+            raise ConfigError(f"{file}: peers of a row is no list: {peers!r}")
+        for peer in peers:
+            if not isinstance(peer, dict) or not {"name", "version", "time_us"} <= set(peer):
+                raise ConfigError(f"{file}: {peer!r} is no peer with name, version and time_us")
     return rows
 
 

@@ -155,6 +155,7 @@ def explain(
     if len(set(nodes)) > 1:
         lines.append(f"on GPUs  {_on_gpus(collective, nbytes, nodes, tuner, between)}")
     if mine is None:
+        sized = "" if collective == "barrier" else f" --bytes {format_size(max(1, nbytes))}"
         return "\n".join(
             [
                 *lines,
@@ -162,7 +163,7 @@ def explain(
                 f"Costs and times are worked out for up to {MOST_RANKS} ranks. What larger "
                 "machines take, by the links that they have:",
                 f"python -m collectives simulate {collective} --topology dgx-h100 --nodes "
-                f"{-(-n // 8)} --bytes {format_size(nbytes)}",
+                f"{-(-n // 8)}{sized}",
             ]
         )
     lines += ["", *_ranking(found, choice, measured is not None)]
