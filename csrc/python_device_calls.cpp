@@ -282,7 +282,8 @@ class KnownCalls {
     made->options.factor[1] = numbers.factor[1];
     const Py_hash_t of_how = PyObject_Hash(of_user);
     if (of_how == -1) throw PythonError();
-    if (calls_.size() >= most_) calls_.clear();
+    // What a key holds may run code of the user when it goes, which may make calls too.
+    const auto old = calls_.size() >= most_ ? std::exchange(calls_, {}) : decltype(calls_)();
     calls_[made->key.hash(static_cast<std::uint64_t>(of_how))] = std::move(made);
   }
 

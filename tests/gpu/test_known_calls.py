@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from on_device import OnDevice, run_on
 
 import collectives as cc
 from collectives import known_calls
+from collectives.array import Stream
 from collectives.array.device import Cupy
 from collectives.array.kind import Kind
 from collectives.array.recognising import KINDS
@@ -338,3 +340,38 @@ def test_counts_that_differ_raise() -> None:
         return False
 
     assert run_on(2, [0], body, timeout=20) == [True, True]
+
+
+class AtItsEnd:
+    """Runs `do` when nobody has it any more."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self.do = do
+
+    def __del__(self) -> None:
+        self.do()
+
+
+def test_an_argument_that_calls_when_it_is_dropped() -> None:
+    """What is kept is dropped at once where there is too much; a call meanwhile may keep more."""
+
+    def body(comm: OnDevice) -> None:
+        set_up(comm)
+        engine: Any = comm.comm._device
+        most = 2
+        call, learn, kept = engine.core.known_calls(engine.host, comm.device, KINDS, Stream, most)
+        x = at(comm, 0, np.ones(8, np.float32))
+        options = engine.options("ring", "all_reduce", 32)
+        arguments = (0, 0, 0, 0, x.data.ptr, x.data.ptr, 8, None, None, 0, 0, 1.0, 0.0)
+
+        def keep(*how: Any) -> None:
+            with comm.stream:
+                learn(call(x, None, None, how), options, arguments, (32, 32))
+
+        keep("first")
+        keep(AtItsEnd(lambda: keep("in the middle")))
+        assert kept() == most
+        keep("third")
+        assert kept() == 2
+
+    run_on(1, [0], body, timeout=20)
