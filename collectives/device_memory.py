@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from . import _core
 from .array import dtype_name
 from .array.dtypes import numpy_dtype, torch_dtype
-from .errors import ArrayError, ArrayTypeError, CollectiveError, UnsupportedError, did_you_mean
+from .errors import (
+    ArrayError,
+    ArrayTypeError,
+    ClosedError,
+    CollectiveError,
+    UnsupportedError,
+    did_you_mean,
+)
 from .registration import Registration
 
 if TYPE_CHECKING:
@@ -78,6 +85,8 @@ class DeviceMemory:
         core, mine = self._engine.core, {"bytes": nbytes, "handle": "", "why": ""}
         try:
             mine["handle"] = core.make_segment(room)
+        except ClosedError:  # in a forked child, say, which is no rank
+            raise
         except CollectiveError as error:  # the others are told, rather than left to wait
             mine["why"] = str(error)
         answers = self._ask({**mine, "dropped": sorted(self._dropped)})
@@ -102,6 +111,8 @@ class DeviceMemory:
         handle, why = "", ""
         try:
             handle, why = engine.core.export_array(seen.pointer, nbytes)
+        except ClosedError:
+            raise
         except CollectiveError as error:  # the others are told, rather than left to wait
             why = str(error)
         answers = self._ask({"bytes": nbytes, "handle": handle, "why": why})

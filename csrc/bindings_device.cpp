@@ -79,7 +79,7 @@ void bind_device(py::module_& m) {
       .def("probe_write", &DeviceCommunicator::probe_write, Unlocked())
       .def("probe_check", &DeviceCommunicator::probe_check, Unlocked())
       .def("meet", &DeviceCommunicator::meet, Unlocked())
-      .def("define", &DeviceCommunicator::define)
+      .def("define", &DeviceCommunicator::define, Unlocked())
       .def("keeps_lines", &DeviceCommunicator::keeps_lines)
       .def("use_lines", &DeviceCommunicator::use_lines)
       .def_property_readonly("captured", &DeviceCommunicator::captured)

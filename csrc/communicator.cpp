@@ -163,11 +163,7 @@ std::string Communicator::transports() const {
 }
 
 void Communicator::check_open() const {
-  if (birth_.in_child())
-    throw Error(ErrorKind::closed,
-                "this process was forked after the communicator was made, which belongs to the "
-                "parent: call it there, or start the process by another method than fork (spawn) "
-                "and give it ranks of its own");
+  birth_.check();
   if (closed_) throw Error(ErrorKind::closed, "this communicator is closed");
   if (broken_)
     throw Error(ErrorKind::aborted,

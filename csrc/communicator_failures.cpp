@@ -143,6 +143,7 @@ void Communicator::raise_told(const std::string& doing) {
 }
 
 void Communicator::enter_device_call() {
+  birth_.check();
   look();
   if (!config_.region) return;
   DeviceCalls& mine = config_.region->rank(config_.local_of[config_.rank]).device;

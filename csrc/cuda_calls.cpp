@@ -241,6 +241,7 @@ void DeviceCommunicator::Impl::check_stream(cudaStream_t used) const {
 
 void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& options,
                                    cudaStream_t used) {
+  birth.check();
   const std::lock_guard lock(run_mutex);
   check(true);
   check_stream(used);

@@ -22,6 +22,15 @@ DeviceCommunicator::Impl::Impl(const DeviceConfig& c) : config(c) {
   if (config.nranks > kMaxRanks)
     throw Error(ErrorKind::unsupported, "the GPU engine takes up to " + std::to_string(kMaxRanks) +
                                             " ranks, not " + std::to_string(config.nranks));
+  try {
+    set_up();
+  } catch (...) {
+    close();  // what was made so far
+    throw;
+  }
+}
+
+void DeviceCommunicator::Impl::set_up() {
   const WhileCapturing relaxed;
   const OnDevice current(config.device);
   int each = 0, capability = 0;
@@ -65,6 +74,8 @@ DeviceCommunicator::Impl::~Impl() { close(); }
 
 // Waits for this rank's own kernels, then frees. (Errors are of no use to anybody here.)
 void DeviceCommunicator::Impl::close() {
+  if (birth.in_child()) return;  // the GPU, and the way to wake the watch, are the parent's
+  const std::lock_guard alone(run_mutex);
   if (closed) return;
   closed = true;
   const WhileCapturing relaxed;
@@ -95,6 +106,7 @@ void DeviceCommunicator::Impl::close() {
 // ---- errors -------------------------------------------------------------------------------------
 
 void DeviceCommunicator::Impl::check(bool before_call) {
+  birth.check();
   if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
   const bool gave_up = *static_cast<volatile u32*>(&control->record.state) != 0;
   const auto why = static_cast<Leave>(*static_cast<volatile u32*>(&control->abort) >> kWhyShift);
@@ -181,6 +193,7 @@ void DeviceCommunicator::Impl::died(int rank, pid_t process) {
 // their poison. Who aborts because of something that was found before passes that on: a death stays
 // a death.
 void DeviceCommunicator::Impl::abort(const std::string& reason, ErrorKind kind, int about) {
+  if (birth.in_child()) return;
   std::lock_guard lock(reason_mutex);
   if (control == nullptr) return;
   if (abort_reason.empty()) abort_reason = reason;
@@ -370,6 +383,7 @@ void DeviceCommunicator::record_to(std::shared_ptr<Recorder> recorder) {
 }
 
 void DeviceCommunicator::define(const std::string& algorithm, const Schedule& schedule) {
+  const std::lock_guard lock(impl_->run_mutex);
   impl_->prepared.clear();
   impl_->defined[{algorithm, schedule.collective}][schedule.world.root] = schedule;
 }

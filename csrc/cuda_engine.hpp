@@ -24,6 +24,7 @@
 #include "cuda_memory.hpp"
 #include "cuda_watch.hpp"
 #include "device.hpp"
+#include "process.hpp"
 #include "region.hpp"
 #include "schedule.hpp"
 
@@ -93,6 +94,7 @@ struct DeviceCommunicator::Impl {
 
   explicit Impl(const DeviceConfig& c);
   ~Impl();
+  void set_up();
 
   void run(const Call& call, const DeviceOptions& options, cudaStream_t stream);
   void transfer(const std::vector<DeviceTransfer>& list, cudaStream_t stream);
@@ -142,6 +144,7 @@ struct DeviceCommunicator::Impl {
   void prepare_program(const Call& call, const DeviceOptions& options, const device::CallHead& head,
                        const device::Arithmetic& arithmetic, device::Prepared* made);
 
+  const Birth birth;
   DeviceConfig config;
   int blocks = 0;       // of kernels whose blocks speak with their like on all ranks
   int processors = 0;   // of the GPU
@@ -162,7 +165,7 @@ struct DeviceCommunicator::Impl {
   device::DeviceWorld world{};
   Signature last_signature;
   std::mutex run_mutex;  // threads may share a communicator
-  // Calls made ready; forgotten when what they rest on changes.
+  // Calls made ready, by a thread that has the mutex; forgotten when what they rest on changes.
   std::unordered_map<device::PreparedKey, device::Prepared, device::PreparedHash> prepared;
   device::Prepared not_kept;
   std::map<ProgramKey, device::Uploaded> programs;

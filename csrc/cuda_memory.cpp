@@ -56,7 +56,7 @@ OnDevice::OnDevice(int device) : device_(device) {
 }
 OnDevice::OnDevice(int device, std::nothrow_t) noexcept : before_(device), device_(device) {
   cudaGetDevice(&before_);
-  if (before_ != device) cudaSetDevice(device);
+  if (before_ != device && cudaSetDevice(device) != cudaSuccess) cudaGetLastError();
 }
 OnDevice::~OnDevice() {
   if (before_ != device_) cudaSetDevice(before_);

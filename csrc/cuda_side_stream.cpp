@@ -15,6 +15,7 @@ namespace collectives {
 using device::check_cuda;
 using device::is_captured;
 using device::OnDevice;
+using device::WhileCapturing;
 
 namespace {
 
@@ -107,6 +108,7 @@ void Mark::hold(std::uintptr_t stream) const {
 }
 
 bool Mark::done() const {
+  const WhileCapturing relaxed;
   const cudaError_t error = cudaEventQuery(impl_->event());
   if (error == cudaErrorNotReady) return false;
   check_cuda(error, "cudaEventQuery");
@@ -114,10 +116,12 @@ bool Mark::done() const {
 }
 
 void Mark::wait() const {
+  const WhileCapturing relaxed;
   check_cuda(cudaEventSynchronize(impl_->event()), "cudaEventSynchronize");
 }
 
 double Mark::seconds_since(const Mark& other) const {
+  const WhileCapturing relaxed;
   float milliseconds = 0;
   check_cuda(cudaEventElapsedTime(&milliseconds, other.impl_->event(), impl_->event()),
              "cudaEventElapsedTime");

@@ -82,18 +82,22 @@ struct Staging::State {
   State(int device, std::size_t slot_bytes, int threads);
   ~State() { close(); }
 
+  void set_up();
   void check();
   void close();
   void beat() { __atomic_fetch_add(&control->beat, 1, __ATOMIC_RELAXED); }
   void end(u64 number) { __atomic_store_n(&control->ended, number, __ATOMIC_RELEASE); }
+  bool all_ended() const { return ended() >= __atomic_load_n(&issued, __ATOMIC_ACQUIRE); }
   u64 ended() const { return __atomic_load_n(&control->ended, __ATOMIC_ACQUIRE); }
   WaitWords words() { return {control, mapped, &issued}; }
   cudaEvent_t event();
   void give_back(cudaEvent_t used) {
+    if (used == nullptr) return;
     const std::lock_guard lock(mutex);
     events.push_back(used);
   }
 
+  const Birth birth;
   int device;
   std::size_t slot_bytes;
   Slot slots[kSlots];
@@ -101,6 +105,7 @@ struct Staging::State {
   cudaStream_t down = nullptr, up = nullptr;  // of `streams`
   StagingControl *control = nullptr, *mapped = nullptr;
   std::byte* pinned = nullptr;
+  std::mutex run_mutex;  // calls are numbered in the order of the queue, whatever threads make them
   u64 issued = 0;
   std::atomic<u64> straight{0};
   bool closed = false;
@@ -119,6 +124,15 @@ struct Staging::State {
 Staging::State::State(int d, std::size_t bytes, int threads)
     : device(d), slot_bytes((bytes + 63) / 64 * 64) {
   if (threads > 1) sharer.emplace();
+  try {
+    set_up();
+  } catch (...) {
+    close();  // what was made so far
+    throw;
+  }
+}
+
+void Staging::State::set_up() {
   std::string why;
   const int count = device_count(&why);
   if (count == 0) throw Error(ErrorKind::unsupported, why);
@@ -148,6 +162,7 @@ Staging::State::State(int d, std::size_t bytes, int threads)
 }
 
 cudaEvent_t Staging::State::event() {
+  const WhileCapturing relaxed;
   const std::lock_guard lock(mutex);
   while (!waits_left.empty() && cudaEventQuery(waits_left.front()) == cudaSuccess) {
     events.push_back(waits_left.front());
@@ -165,6 +180,7 @@ cudaEvent_t Staging::State::event() {
 }
 
 void Staging::State::check() {
+  birth.check();
   if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
   const std::lock_guard lock(mutex);
   if (error) std::rethrow_exception(error);
@@ -176,11 +192,13 @@ void Staging::State::check() {
 
 // Kernels that wait read the control words: none may be left.
 void Staging::State::close() {
+  if (birth.in_child()) return;
+  const std::lock_guard lock(run_mutex);
   if (closed) return;
   closed = true;
   const WhileCapturing relaxed;
   const OnDevice current(device, std::nothrow);
-  while (control != nullptr && ended() < issued) std::this_thread::sleep_for(microseconds(100));
+  while (control != nullptr && !all_ended()) std::this_thread::sleep_for(microseconds(100));
   for (const cudaEvent_t one : waits_left) {
     cudaEventSynchronize(one);
     cudaEventDestroy(one);
@@ -373,6 +391,7 @@ void Staging::Turn::run(Communicator& comm) {
     if (s.error) std::rethrow_exception(s.error);
   }
   const OnDevice current(s.device);
+  const WhileCapturing relaxed;
   try {
     run_slices(comm);
   } catch (...) {
@@ -501,6 +520,8 @@ void Staging::refuse_capture(std::uintptr_t stream) const {
 void Staging::run(Communicator& comm, const Call& call, const Communicator::Options& options,
                   std::uintptr_t used, Way way) {
   State& s = *state_;
+  s.birth.check();
+  const std::lock_guard lock(s.run_mutex);
   s.check();
   comm.look();
   refuse_capture(used);
@@ -509,23 +530,23 @@ void Staging::run(Communicator& comm, const Call& call, const Communicator::Opti
   check_owner(s.device, stream);
   Communicator::Options on_device = options;
   on_device.on_device = true;
-  const cudaEvent_t ready = s.event();
-  cudaEvent_t passed = nullptr;
-  try {
-    passed = s.event();
-    check_cuda(cudaEventRecord(ready, stream), "cudaEventRecord");
-  } catch (...) {
-    s.give_back(ready);
-    if (passed != nullptr) s.give_back(passed);
-    throw;
-  }
   const u64 number = s.issued + 1;
   Call made = call;
   if (way == Way::rail) made.divisor = comm.size();
-  comm.submit(std::make_shared<Turn>(state_, std::move(made), on_device, way, ready, number));
-  s.issued = number;
+  cudaEvent_t ready = nullptr, passed = nullptr;
+  try {
+    ready = s.event();
+    passed = s.event();
+    check_cuda(cudaEventRecord(ready, stream), "cudaEventRecord");
+    comm.submit(std::make_shared<Turn>(state_, std::move(made), on_device, way, ready, number));
+  } catch (...) {
+    s.give_back(ready);
+    s.give_back(passed);
+    throw;
+  }
+  __atomic_store_n(&s.issued, number, __ATOMIC_RELEASE);
   {
-    const std::lock_guard lock(s.mutex);
+    const std::lock_guard own(s.mutex);
     s.waits_left.push_back(passed);
   }
   const u64 patience_ns = static_cast<u64>(patience(comm.timeout()) * 1e9);
@@ -546,7 +567,8 @@ std::uint64_t Staging::straight_calls() const { return state_->straight; }
 void Staging::check() { state_->check(); }
 
 bool Staging::idle() {
-  if (state_->ended() < state_->issued) return false;
+  state_->birth.check();
+  if (!state_->all_ended()) return false;
   state_->check();
   return true;
 }

@@ -36,6 +36,7 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
     made.at.assign(made.memory->all(), made.memory->all() + m.config.nranks);
   }
   const auto at = reinterpret_cast<std::uintptr_t>(made.own);
+  const std::lock_guard lock(m.run_mutex);
   m.prepared.clear();
   m.segments[id] = std::move(made);
   m.made.reset();
@@ -43,6 +44,7 @@ std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t id,
 }
 
 void DeviceCommunicator::release_segment(std::uint64_t id) {
+  if (impl_->birth.in_child()) return;
   const WhileCapturing relaxed;
   const OnDevice current(impl_->config.device);
   Impl& m = *impl_;

@@ -56,6 +56,7 @@ void DeviceCommunicator::Impl::check_own(const std::vector<DeviceTransfer>& list
 
 void DeviceCommunicator::Impl::transfer(const std::vector<DeviceTransfer>& list,
                                         cudaStream_t used) {
+  birth.check();
   const std::lock_guard lock(run_mutex);
   check(true);
   check_stream(used);

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include "errors.hpp"
+
 namespace collectives {
 namespace {
 
@@ -15,6 +17,13 @@ const int registered = pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1);
 const std::atomic<unsigned>& forks() {
   static_cast<void>(registered);
   return count;
+}
+
+void Birth::refuse_child() {
+  throw Error(ErrorKind::closed,
+              "this process was forked after the communicator was made, which belongs to the "
+              "parent: call it there, or start the process by another method than fork (spawn) "
+              "and give it ranks of its own");
 }
 
 }  // namespace collectives

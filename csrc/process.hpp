@@ -19,8 +19,14 @@ const std::atomic<unsigned>& forks();
 class Birth {
  public:
   bool in_child() const { return forks().load(std::memory_order_relaxed) != forks_; }
+  // Throws Error(closed), in words, where a forked child calls.
+  void check() const {
+    if (in_child()) refuse_child();
+  }
 
  private:
+  [[noreturn]] static void refuse_child();
+
   unsigned forks_ = forks().load(std::memory_order_relaxed);
 };
 

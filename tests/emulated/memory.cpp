@@ -196,6 +196,11 @@ cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
   *pointer = at;
   return cudaSuccess;
 }
+// For tests: allocations of memory of GPUs, and of pinned memory, that were not freed.
+__attribute__((visibility("default"))) int emulatedAllocations() {
+  const std::lock_guard lock(memory().mutex);
+  return static_cast<int>(memory().all.size() + memory().pinned.size());
+}
 cudaError_t cudaHostRegister(void* pointer, std::size_t bytes, unsigned) {
   char* const from = static_cast<char*>(pointer);
   const std::lock_guard lock(memory().mutex);

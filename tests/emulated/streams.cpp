@@ -128,6 +128,7 @@ Places& places(int device) {
 // Work that was recorded in place of being done.
 struct EmulatedGraph {
   unsigned long long id = 0;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   bool broken = false;  // by what may not be done in a capture
   std::vector<Work> nodes;
 };
@@ -300,6 +301,21 @@ extern "C" {
 
 // ---- streams and events -------------------------------------------------------------------------
 
+static thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+static std::atomic<int> live_events{0};
+
+// What is unsafe while any thread captures, unless its thread says that it is not: ends captures.
+static bool disturbs_captures() {
+  if (capture_mode != cudaStreamCaptureModeGlobal) return false;
+  bool found = false;
+  const std::lock_guard lock(streams().mutex);
+  for (EmulatedStream* one : streams().all) {
+    if (one->capture == nullptr || one->capture->mode != cudaStreamCaptureModeGlobal) continue;
+    found = one->capture->broken = true;
+  }
+  return found;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = new EmulatedStream(current_device);
   const std::lock_guard lock(streams().mutex);
@@ -335,10 +351,12 @@ cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  ++live_events;
   *event = new EmulatedEvent{current_device, nullptr, nullptr};
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  --live_events;
   delete event;
   return cudaSuccess;
 }
@@ -354,7 +372,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   EmulatedStream* s = stream_of(stream);
   if (event->capture != nullptr) {
-    if (s->capture == nullptr) s->capture = event->capture;
+    if (s->capture == nullptr) {
+      const std::lock_guard lock(streams().mutex);
+      s->capture = event->capture;
+    }
     return s->capture == event->capture ? cudaSuccess : fail(cudaErrorStreamCaptureUnsupported);
   }
   if (s->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
@@ -362,6 +383,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return put(stream, [completion = event->last] { completion->wait(); });
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (disturbs_captures()) return fail(cudaErrorStreamCaptureUnsupported);
   if (event->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
   return event->last == nullptr || event->last->done() ? cudaSuccess : fail(cudaErrorNotReady);
 }
@@ -378,18 +400,17 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
 // ---- graphs -------------------------------------------------------------------------------------
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
-  std::swap(now, *mode);
+  std::swap(capture_mode, *mode);
   return cudaSuccess;
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  static std::mutex mutex;
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   static unsigned long long captures = 0;
   EmulatedStream* s = stream_of(stream);
   if (s->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
+  const std::lock_guard lock(streams().mutex);
   s->capture = std::make_shared<EmulatedGraph>();
-  const std::lock_guard lock(mutex);
   s->capture->id = ++captures;
+  s->capture->mode = mode;
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
@@ -425,6 +446,9 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;
   return cudaSuccess;
 }
+
+// For tests: events that were made and not destroyed.
+__attribute__((visibility("default"))) int emulatedEvents() { return live_events; }
 
 // For tests: blocks of the largest kernel that was to start early, of those since this was asked.
 __attribute__((visibility("default"))) unsigned emulatedLargestEarly() {

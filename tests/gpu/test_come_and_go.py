@@ -4,16 +4,20 @@ mapping or thread.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import soak
-from gpus import MARK, free_memory
-from on_device import OnDevice, run_on
+from gpus import MARK, cupy, free_memory
+from on_device import EMULATED, OnDevice, run_on
 from test_leaks import SLACK
 
 import collectives as cc
+from collectives import _core
 
 pytestmark = MARK
 
@@ -53,3 +57,51 @@ def test_worlds_that_end(ends: str) -> None:
         assert getattr(after, what) < getattr(before, what) + MORE // 2, held
     assert after.rss < before.rss + SLACK, held
     assert free[1] >= free[0] - (8 << 20), free
+
+
+def counts() -> tuple[int, int]:
+    """Events and allocations that there are."""
+    library = ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
+    return library.emulatedEvents(), library.emulatedAllocations()
+
+
+COUNTED = pytest.mark.skipif(
+    not EMULATED, reason="CUDA does not tell how many there are; tests/emulated, in CI, does"
+)
+
+
+@COUNTED
+def test_what_a_failed_set_up_has_made() -> None:
+    gc.collect()
+    found = []
+    for _ in range(3):
+        with pytest.raises(cc.CollectiveError, match="cudaHostAlloc"):
+            _core.Staging(device=0, slot_bytes=1 << 50, threads=1)
+        found.append(counts())  # the first frees what others have dropped
+    assert found[-1] == found[0], found
+
+
+@COUNTED
+def test_events_of_calls_that_nobody_takes() -> None:
+    """The queue of the communicator on the host is closed already."""
+    together = threading.Barrier(2)
+
+    def body(comm: OnDevice) -> None:
+        pointer = cupy.cuda.MemoryPointer(comm.memory.mem, 0)
+        x = cupy.ndarray((16,), np.float32, pointer)
+        found = []
+        for turn in range(9):
+            if turn == 1:
+                comm.comm._core.close()
+            if turn == 0:
+                comm.comm.all_reduce(x, stream=comm.stream)
+                comm.finish()
+            else:
+                with pytest.raises(cc.ClosedError):
+                    comm.comm.all_reduce(x, stream=comm.stream)
+            together.wait()
+            found.append(counts()[0])
+            together.wait()
+        assert found[-1] == found[1], found
+
+    run_on(2, [0], body, nodes=[0, 1], timeout=20)
