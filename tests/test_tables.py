@@ -79,7 +79,7 @@ def test_a_table_decides_near_the_sizes_that_were_measured():
     for nbytes in (0, 255, (1 << 20) + 1, 64 << 20, ANY_SIZE):
         assert tuner.choose("all_reduce", nbytes) == plain.choose("all_reduce", nbytes)
         reason = tuner.reason("all_reduce", nbytes)
-        assert "share memory" in reason and "1K-256K was measured, which is far" in reason
+        assert "share memory" in reason and "1 KiB to 256 KiB was measured, which is far" in reason
         assert "fastest as measured" not in reason
     for nbytes in (256, 1 << 10, 256 << 10, 1 << 20):
         assert tuner.choose("all_reduce", nbytes) == "ring"
@@ -314,7 +314,7 @@ def test_layouts_with_what_cannot_be(change):
         tables.parse(found, "table.json")
 
 
-@pytest.mark.parametrize("value", ["1e-6", True, float("inf"), None])
+@pytest.mark.parametrize("value", ["1e-6", True, float("inf"), None, -1e-6])
 def test_figures_that_are_no_numbers(value):
     found = layout(measured(ring=(1e-6, 2e-6, 3e-6)))
     figures = next(iter(found["figures"].values()))
@@ -404,6 +404,24 @@ def test_ranks_refuse_a_table_of_other_hardware(monkeypatch, tmp_path):
     monkeypatch.setenv("COLLECTIVES_TABLE", str(path))
     with pytest.raises(cc.ConfigError, match=r"other hardware.*cpu: measured on 'a', this is"):
         run_threads(2, lambda comm: None)
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 99}', '{"format": 1, "layouts": 5}', None])
+def test_what_a_useless_table_asks_for_is_possible(capsys, monkeypatch, tmp_path, content):
+    """`tune` cannot go on from such a file either; another one serves."""
+    path = tmp_path / "table.json"
+    if content is None:
+        tables.save(path, HARDWARE, "threads 0,0", layout(measured(ring=(1e-6, 2e-6, 3e-6))))
+    else:
+        path.write_text(content)
+    monkeypatch.setenv("COLLECTIVES_TABLE", str(path))
+    words = ["tune", "--threads", "2", "--collective", "all_reduce", "-e", "64"]
+    words += ["--seconds", "0.001"]
+    assert cli.main(words) == 2
+    wanted = "name another file, and measure into it with python -m collectives tune"
+    assert wanted in capsys.readouterr().err
+    monkeypatch.setenv("COLLECTIVES_TABLE", str(tmp_path / "another.json"))
+    assert cli.main(words) == 0
 
 
 def test_tune_refuses_to_write_where_no_table_is_asked(capsys, monkeypatch, tmp_path):

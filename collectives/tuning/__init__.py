@@ -43,6 +43,12 @@ ASSEMBLED_BY_NODE = 128 << 10
 BY_NODE = "hierarchical(direct_two_shot, direct_one_shot)"
 
 
+def size_words(nbytes: int) -> str:
+    """ "64 KiB"."""
+    text = format_size(nbytes)
+    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
+
+
 class Choice(NamedTuple):
     """`algorithm` serves calls of up to `limit` bytes."""
 
@@ -217,8 +223,8 @@ class Tuner:
             if not sizes or sizes[0] <= nbytes <= sizes[-1]:
                 return where
             near = sizes[0] if nbytes < sizes[0] else sizes[-1]
-            return f"{where}, with {format_size(near)}, which is near"
-        span = "-".join(format_size(size) for size in dict.fromkeys((sizes[0], sizes[-1])))
+            return f"{where}, with {size_words(near)}, which is near"
+        span = " to ".join(size_words(size) for size in dict.fromkeys((sizes[0], sizes[-1])))
         return (
             f"{self.why_built_in(collective, nbytes)}; on these ranks {span} was measured, which "
             f"is far from this ({self.measured.origin})"

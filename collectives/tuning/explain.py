@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..config import DEFAULT_STAGING, checked_bytes, format_size
 from ..errors import UnsupportedError
 from ..schedule import algorithms, schedule
-from . import ANY_SIZE, Tuner, model
+from . import ANY_SIZE, Tuner, model, size_words
 from .device import WAYS, device_algorithm
 from .rails import NEAR, Between, parts_of, why_not_placed, why_staged
 
@@ -127,7 +127,10 @@ def explain(
     forced = tuner.rule(collective, nbytes) is not None
     choice = tuner.choose(collective, nbytes)
     elements = f" of {dtype}" if dtype and collective != "barrier" else ""
-    lines = [f"{collective} of {_size(nbytes)}{elements}, {_ranks(nodes)}, over {transport}", ""]
+    lines = [
+        f"{collective} of {size_words(nbytes)}{elements}, {_ranks(nodes)}, over {transport}",
+        "",
+    ]
     if n == 1:
         return "\n".join([*lines, "One rank: nothing is sent."])
     found = []
@@ -211,7 +214,7 @@ def _through(nbytes: int, between: Between | None) -> str:
     straight = between.straight
     if not straight.why_not and nbytes >= straight.from_bytes:
         return "by MPI, out of memory of the GPUs and into it"
-    why = straight.why_not or f"calls below {_size(straight.from_bytes)} take less time so"
+    why = straight.why_not or f"calls below {size_words(straight.from_bytes)} take less time so"
     return f"through memory of the host ({why})"
 
 
@@ -262,7 +265,7 @@ def _table(tuner: Tuner, collective: str) -> str:
         if choice.limit >= ANY_SIZE:
             parts.append(f"{choice.algorithm} above")
         else:
-            parts.append(f"{choice.algorithm} up to {_size(choice.limit)}")
+            parts.append(f"{choice.algorithm} up to {size_words(choice.limit)}")
     return ", ".join(parts)
 
 
@@ -273,11 +276,6 @@ def _ranks(nodes: Sequence[int]) -> str:
         each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
         words += f"s ({each})"
     return words
-
-
-def _size(nbytes: int) -> str:
-    text = format_size(nbytes)
-    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
 
 
 def _amount(nbytes: float) -> str:

@@ -78,7 +78,7 @@ class Figures:
         near, far = found["near"], found["far"]
         numbers = [*near.values(), *far.values(), found["entry_s"], found["slice_s"]]
         for number in numbers:
-            if isinstance(number, bool) or not math.isfinite(number):
+            if isinstance(number, bool) or not 0 <= number < math.inf:
                 raise ValueError(f"{number!r} is no figure of the cost model")
         return Figures(LinkModel(**near), LinkModel(**far), found["entry_s"], found["slice_s"])
 

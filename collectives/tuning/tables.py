@@ -39,6 +39,9 @@ FORMAT = 1
 # What is chosen stays chosen while it is within so much of the fastest: the noise of a median.
 _NEAR = 1.05
 _ELSE = "go without it: unset COLLECTIVES_TABLE, or set it to off"
+# No rank meets others with such a file, those of `tune` neither.
+_ANOTHER = "name another file, and measure into it with python -m collectives tune"
+_ANEW = f"remove the file, or {_ANOTHER}"
 # A table decides for sizes that were measured, and so many times beyond: `tune` measures sizes that
 # are so far apart. Up to a cache line all sizes are one.
 _BEYOND = 4
@@ -172,11 +175,9 @@ def hardware_of(infos: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def refuse(
-    path: Path | str, found: Mapping[str, Any], hardware: Mapping[str, str], command: str = "tune"
+    path: Path | str, found: Mapping[str, Any], hardware: Mapping[str, str], remedy: str = _ANOTHER
 ) -> None:
-    """Raises ConfigError, in words, where a table was measured on other hardware; `command`
-    measures here.
-    """
+    """Raises ConfigError, in words, where a table was measured on other hardware."""
     differing = [
         f"{name}: measured on {found.get(name, 'nothing')!r}, this is {here!r}"
         for name, here in hardware.items()
@@ -184,8 +185,8 @@ def refuse(
     ]
     if differing:
         raise ConfigError(
-            f"the table {path} was measured on other hardware ({'; '.join(differing)}); measure "
-            f"here with python -m collectives {command}, or {_ELSE}"
+            f"the table {path} was measured on other hardware ({'; '.join(differing)}); {remedy}, "
+            f"or {_ELSE}"
         )
 
 
@@ -195,7 +196,7 @@ def refuse_gpus(table: Table, gpus: Sequence[str]) -> None:
         table.origin,
         {"GPUs": gpus_in_words(table.gpus)},
         {"GPUs": gpus_in_words(gpus)},
-        "tune --device cuda",
+        "measure here with python -m collectives tune --device cuda",
     )
 
 
@@ -230,12 +231,9 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"the table {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"the table {path} cannot be read: {error}") from error
+        raise ConfigError(f"the table {path} cannot be read: {error}; {_ANEW}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path} is no table of this version (format {FORMAT}): measure anew with python -m "
-            "collectives tune"
-        )
+        raise ConfigError(f"{path} is no table of this version (format {FORMAT}): {_ANEW}")
     measured_on, layouts = content.get("hardware", {}), content.get("layouts", {})
     if not isinstance(measured_on, dict):
         raise _damaged(path, "hardware is no object")
@@ -253,9 +251,7 @@ def why_none(settings_table: str) -> str:
 
 
 def _damaged(path: Path | str, why: str) -> ConfigError:
-    return ConfigError(
-        f"the table {path} is damaged ({why}): measure anew with python -m collectives tune"
-    )
+    return ConfigError(f"the table {path} is damaged ({why}): {_ANEW}")
 
 
 def parse(layout: Mapping[str, Any], path: Path | str) -> Table:
