@@ -5,6 +5,10 @@
 // A *unit* is 8 bytes (16 for complex128): what a thread computes on. A Format widens a unit to
 // parts and narrows them back; an op combines parts. Memory goes in packs of 16 bytes where all
 // operands are aligned to it, else element by element; the bits are the same.
+//
+// NaNs are looked for once in a unit: sums and conversions take all its parts to be numbers, and
+// do them again, one by one, where some result is none. A branch for each part would take longer
+// than the sum.
 #pragma once
 
 #include "cuda_call.hpp"
@@ -13,6 +17,14 @@
 namespace collectives::device {
 
 // ---- arithmetic with the host's NaNs ------------------------------------------------------------
+
+template <int kParts, class T>
+__device__ __forceinline__ bool all_numbers(const T* parts) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) all &= parts[i] == parts[i];
+  return all;
+}
 
 __device__ inline float with_first_nan(float r, float a, float b) {
   if (r == r) return r;
@@ -27,8 +39,10 @@ __device__ inline double with_first_nan(double r, double a, double b) {
   if (b != b) return __longlong_as_double(__double_as_longlong(b) | kQuiet);
   return __longlong_as_double(static_cast<long long>(0xfff8000000000000ull));
 }
-__device__ inline float add(float a, float b) { return with_first_nan(__fadd_rn(a, b), a, b); }
-__device__ inline double add(double a, double b) { return with_first_nan(__dadd_rn(a, b), a, b); }
+__device__ inline float plain_add(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline double plain_add(double a, double b) { return __dadd_rn(a, b); }
+__device__ inline float add(float a, float b) { return with_first_nan(plain_add(a, b), a, b); }
+__device__ inline double add(double a, double b) { return with_first_nan(plain_add(a, b), a, b); }
 __device__ inline float sub(float a, float b) { return with_first_nan(__fsub_rn(a, b), a, b); }
 __device__ inline double sub(double a, double b) { return with_first_nan(__dsub_rn(a, b), a, b); }
 __device__ inline float mul(float a, float b) { return with_first_nan(__fmul_rn(a, b), a, b); }
@@ -111,14 +125,40 @@ struct NarrowFormat {
   using Part = float;
   static constexpr int kElement = kBytes, kParts = 8 / kBytes;
   static constexpr bool kFloat = true, kComplex = false;
-  __device__ static float widen(u64 u, int i) {
-    return kWiden(static_cast<u32>(u >> (8 * kBytes * i)) & (kBytes == 1 ? 0xffu : 0xffffu));
-  }
+  __device__ static float widen(u64 u, int i) { return kWiden(bits(u, i)); }
   __device__ static u64 narrow(float part) { return kNarrow(part); }
+
+ protected:
+  __device__ static u32 bits(u64 u, int i) {
+    return static_cast<u32>(u >> (8 * kBytes * i)) & (kBytes == 1 ? 0xffu : 0xffffu);
+  }
+};
+// With conversions of all parts of a unit by instructions for two, if they are numbers.
+template <float (*kWiden)(u32), u32 (*kNarrow)(float), float (*kNumber)(u32),
+          u32 (*kTwo)(float, float)>
+struct HalfFormat : NarrowFormat<2, kWiden, kNarrow> {
+  using Base = NarrowFormat<2, kWiden, kNarrow>;
+  __device__ static void widen_all(u64 u, float* parts) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[i] = kNumber(Base::bits(u, i));
+    if (all_numbers<4>(parts)) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[i] = kWiden(Base::bits(u, i));
+  }
+  __device__ static u64 narrow_all(const float* parts) {
+    u64 u = kTwo(parts[0], parts[1]) | static_cast<u64>(kTwo(parts[2], parts[3])) << 32;
+    if (all_numbers<4>(parts)) return u;
+    u = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) u |= static_cast<u64>(kNarrow(parts[i])) << (16 * i);
+    return u;
+  }
 };
 __device__ inline float float_of_bfloat(u32 bits) { return __uint_as_float(bits << 16); }
-using Float16Format = NarrowFormat<2, float_of_half, half_of_float>;
-using Bfloat16Format = NarrowFormat<2, float_of_bfloat, bfloat_of_float>;
+using Float16Format =
+    HalfFormat<float_of_half, half_of_float, float_of_half_bits, half_bits_of_floats>;
+using Bfloat16Format =
+    HalfFormat<float_of_bfloat, bfloat_of_float, float_of_bfloat, bfloat_bits_of_floats>;
 using E4m3Format = NarrowFormat<1, float_of_e4m3, e4m3_of_float>;
 using E5m2Format = NarrowFormat<1, float_of_e5m2, e5m2_of_float>;
 struct Float32Format {
@@ -160,13 +200,20 @@ struct Complex128Format {
 struct SumOp {
   template <class F>
   __device__ static void combine(typename F::Part* a, const typename F::Part* b) {
+    if constexpr (F::kFloat) {
+      typename F::Part sum[F::kParts];
 #pragma unroll
-    for (int i = 0; i < F::kParts; ++i) {
-      if constexpr (F::kFloat) {
-        a[i] = add(a[i], b[i]);
-      } else {
-        a[i] = static_cast<typename F::Part>(a[i] + b[i]);
+      for (int i = 0; i < F::kParts; ++i) sum[i] = plain_add(a[i], b[i]);
+      const bool numbers = all_numbers<F::kParts>(sum);
+      if (!numbers) {
+#pragma unroll
+        for (int i = 0; i < F::kParts; ++i) sum[i] = with_first_nan(sum[i], a[i], b[i]);
       }
+#pragma unroll
+      for (int i = 0; i < F::kParts; ++i) a[i] = sum[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < F::kParts; ++i) a[i] = static_cast<typename F::Part>(a[i] + b[i]);
     }
   }
 };
@@ -236,15 +283,23 @@ struct Accumulator {
 
   Part parts[F::kParts];
 
+  static constexpr bool kHalf = __is_same(F, Float16Format) || __is_same(F, Bfloat16Format);
+
   __device__ void load(Unit u) {
+    if constexpr (kHalf) {
+      F::widen_all(u, parts);
+    } else {
 #pragma unroll
-    for (int i = 0; i < F::kParts; ++i) parts[i] = F::widen(u, i);
+      for (int i = 0; i < F::kParts; ++i) parts[i] = F::widen(u, i);
+    }
   }
   __device__ void combine(const Accumulator& other) { O::template combine<F>(parts, other.parts); }
   __device__ Unit store() const {
     if constexpr (sizeof(Unit) == 16) {
       return {static_cast<u64>(__double_as_longlong(parts[0])),
               static_cast<u64>(__double_as_longlong(parts[1]))};
+    } else if constexpr (kHalf) {
+      return F::narrow_all(parts);
     } else {
       u64 u = 0;
 #pragma unroll

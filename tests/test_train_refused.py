@@ -131,6 +131,7 @@ def test_parameters_used_in_different_orders():
     [
         ({"mode": (4, None)}, "sharding=4"),
         ({"mode": (1, "rack")}, "only 'node' is known"),
+        ({"mode": (0, "node")}, "with sharding=0 nothing is sharded"),
         ({"precision": "fp8"}, "known: float32, bf16"),
         ({"normalize": "token"}, "did you mean 'tokens'"),
         ({"normalize": "tokens"}, "needs count="),

@@ -192,7 +192,7 @@ class Trainer:
             self._model.parameters[name] = comm.broadcast(x)
         self.untrained = Untrained(self._model, comm, self._dtype)
         self._order = order
-        self._hybrid = shard_group == "node" and sharding > 0
+        self._hybrid = shard_group == "node"
         group = comm if sharding else None
         if self._hybrid:
             group = comm.split(by="node")

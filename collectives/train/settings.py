@@ -41,6 +41,10 @@ def check_settings(
         raise ValueError(f"sharding={sharding!r}; known: 0, 1, 2, 3")
     if shard_group not in (None, "node"):
         raise ValueError(f"shard_group={shard_group!r}; only 'node' is known")
+    if shard_group is not None and sharding == 0:
+        raise ValueError(
+            f"shard_group={shard_group!r}: with sharding=0 nothing is sharded; choose 1, 2 or 3"
+        )
     if normalize not in ("samples", "tokens"):
         raise ValueError(
             f"normalize={normalize!r}; {did_you_mean(normalize, ['samples', 'tokens'])}"

@@ -241,5 +241,16 @@ __device__ inline u32 half_bits_of_float(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
   return r;
 }
+// Of two numbers, the first in the lower half.
+__device__ inline u32 half_bits_of_floats(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ inline u32 bfloat_bits_of_floats(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 
 }  // namespace collectives::device

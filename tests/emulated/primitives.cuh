@@ -159,5 +159,16 @@ inline float float_of_half_bits(u32 half) {
 inline u32 half_bits_of_float(float value) {
   return emulated_bits<unsigned short>(static_cast<_Float16>(value));
 }
+inline u32 half_bits_of_floats(float low, float high) {
+  return half_bits_of_float(low) | half_bits_of_float(high) << 16;
+}
+// The hardware has one NaN.
+inline u32 bfloat_bits_of_floats(float low, float high) {
+  const auto one = [](float value) {
+    const u32 bits = emulated_bits<u32>(value);
+    return value != value ? 0x7fffu : (bits + ((bits >> 16 & 1u) + 0x7fffu)) >> 16;
+  };
+  return one(low) | one(high) << 16;
+}
 
 }  // namespace collectives::device
