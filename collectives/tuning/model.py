@@ -107,15 +107,15 @@ SWITCH_S = 3e-6
 
 # Arrays on GPUs, by kind. Fitted by bench/predict_gpu.py to what two H200 on NVLink 4 took, in CUDA
 # graphs (bench/results/gpu-nccl-*-2.json): half of those times are predicted within 3 %, the worst
-# within 21 %. Two ranks do not tell entry from steps, so each has half, where no times of calls
+# within 17 %. Two ranks do not tell entry from steps, so each has half, where no times of calls
 # with fewer steps said otherwise.
 _NO_FAR = LinkModel(0.0, 0.0)
 GPU_LINKS: dict[str, Figures] = {
-    "packets": Figures(LinkModel(1.25e-6, 3.94e-12), _NO_FAR, 1.25e-6),
-    "lines": Figures(LinkModel(1.53e-6, 3.30e-12), _NO_FAR, 1.53e-6),
-    "fifos": Figures(LinkModel(1.35e-6, 2.82e-12, 3.96e-14), _NO_FAR, 8.51e-6),
-    "written": Figures(LinkModel(2.36e-6, 2.74e-12), _NO_FAR, 4.72e-6),
-    "steps": Figures(LinkModel(4.79e-6, 3.14e-12), _NO_FAR, 9.57e-6),
+    "packets": Figures(LinkModel(1.262e-6, 3.804e-12), _NO_FAR, 1.262e-6),
+    "lines": Figures(LinkModel(1.526e-6, 3.276e-12), _NO_FAR, 1.526e-6),
+    "fifos": Figures(LinkModel(1.302e-6, 2.840e-12), _NO_FAR, 8.320e-6),
+    "written": Figures(LinkModel(2.232e-6, 2.737e-12), _NO_FAR, 4.464e-6),
+    "steps": Figures(LinkModel(4.708e-6, 3.152e-12), _NO_FAR, 9.416e-6),
 }
 # Whose figures count where a kind has none: it does nearly the same.
 _STAND_INS = {
