@@ -39,8 +39,8 @@ __device__ inline Pair& pair_of(const DeviceWorld& w, int owner, int peer) {
 }
 __device__ inline TransferControl& control_of(const DeviceWorld& w, int owner, int peer,
                                               int strand) {
-  return reinterpret_cast<TransferControl*>(w.arena[owner] +
-                                            w.geometry.transfers)[peer * w.geometry.mail_strands + strand];
+  return reinterpret_cast<TransferControl*>(
+      w.arena[owner] + w.geometry.transfers)[peer * w.geometry.mail_strands + strand];
 }
 __device__ inline unsigned char* mail_of(const DeviceWorld& w, int owner, int peer, int strand,
                                          u32 message) {
