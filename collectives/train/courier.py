@@ -69,6 +69,12 @@ class Courier:
         self._asked.put(_Ask.REPORT)
         return self._reports.get()
 
+    def close(self) -> None:
+        """Ends the thread, after its errands."""
+        if self._started:
+            self._started = False
+            self._leave()
+
     def _start(self) -> None:
         self._started = True
         threading.Thread(
@@ -77,7 +83,7 @@ class Courier:
             name="collectives: hands gradients over",
             daemon=True,
         ).start()
-        weakref.finalize(self, self._asked.put, _Ask.LEAVE)
+        self._leave = weakref.finalize(self, self._asked.put, _Ask.LEAVE)
 
 
 def _run(ordinal: int | None, asked: _Asked, reports: _Reports) -> None:

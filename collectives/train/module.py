@@ -205,6 +205,7 @@ class ModuleModel(Model):
         return nullcontext() if self._ordinal is None else CupyFollows(self._ordinal)
 
     def close(self) -> None:
+        self._courier.close()
         self._arrivals.close()
         for hook in self._hooks:
             hook.remove()
