@@ -199,21 +199,32 @@ def test_data_are_exact_in_every_dtype(size):
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("python", [False, True], ids=["core", "python"])
-def test_bench_beside_mpi(tmp_path, python):
+def under_mpi(tmp_path, *program):
+    """Two ranks under Open MPI run `bench TINY`; `program`: what Python is to run, and options."""
     command, environment = launch.command("openmpi", 2)
-    file = tmp_path / "result.json"
-    options = ["--python"] if python else []
-    bench = ["-m", "collectives", "bench", "--collective", "all", "--peer", "mpi"]
-    done = subprocess.run(
-        [*command, *bench, *TINY, "--json", str(file), *options],
+    return subprocess.run(
+        [*command, *program, *TINY],
         capture_output=True,
         text=True,
         timeout=60,
         env=environment,
         cwd=tmp_path,
     )
+
+
+def need_torch():
+    """Torch is an extra, which `make test` does without; CI has it."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", [False, True], ids=["core", "python"])
+def test_bench_beside_mpi(tmp_path, python):
+    file = tmp_path / "result.json"
+    options = ["--python"] if python else []
+    bench = ["-m", "collectives", "bench", "--collective", "all", "--peer", "mpi"]
+    done = under_mpi(tmp_path, *bench, "--json", str(file), *options)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert "mpi/ours" in done.stdout
@@ -230,8 +241,7 @@ def test_bench_beside_mpi(tmp_path, python):
 
 @pytest.mark.torch
 def test_bench_beside_gloo(tmp_path):
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+    need_torch()
     file = tmp_path / "result.json"
     names = "all_reduce,all_gather,broadcast,barrier"
     status, _, err = start(
@@ -244,33 +254,31 @@ def test_bench_beside_gloo(tmp_path):
         assert len(row["peers"]) == expected, row
 
 
-_NO_PEER_WORKS = """
-import sys
-import torch.distributed as dist
-from collectives import _core, cli
+# What makes a peer move nothing.
+_BROKEN = {
+    "mpi": """
+from collectives import _core
 _core.time_mpi = lambda core, handle, warmup, iterations, *arguments: [(0, 1)] * iterations
+""",
+    "gloo": """
+import torch.distributed as dist
 dist.broadcast = lambda *arguments: None
-sys.exit(cli.main(sys.argv[1:]))
-"""
+""",
+}
 
 
 @pytest.mark.mpi
-@pytest.mark.torch
-@pytest.mark.parametrize(("peer", "version"), [("mpi", "Open MPI"), ("gloo", "torch")])
+@pytest.mark.parametrize(
+    ("peer", "version"),
+    [("mpi", "Open MPI"), pytest.param("gloo", "torch", marks=pytest.mark.torch)],
+)
 def test_a_peer_that_is_wrong_is_not_timed(tmp_path, peer, version):
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
-    command, environment = launch.command("openmpi", 2)
+    if peer == "gloo":
+        need_torch()
     program = tmp_path / "program.py"
-    program.write_text(_NO_PEER_WORKS, encoding="utf-8")
-    done = subprocess.run(
-        [*command, str(program), "bench", "--collective", "broadcast", "--peer", peer, *TINY],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-        cwd=tmp_path,
-    )
+    run = "import sys\nfrom collectives import cli\nsys.exit(cli.main(sys.argv[1:]))\n"
+    program.write_text(_BROKEN[peer] + run, encoding="utf-8")
+    done = under_mpi(tmp_path, str(program), "bench", "--collective", "broadcast", "--peer", peer)
     assert done.returncode == 2, done.stderr
     assert version in done.stderr
     assert "1 wrong elements in broadcast of 4 bytes" in done.stderr
@@ -278,16 +286,8 @@ def test_a_peer_that_is_wrong_is_not_timed(tmp_path, peer, version):
 
 @pytest.mark.mpi
 def test_a_sum_that_mpi_lacks_has_no_figure(tmp_path):
-    command, environment = launch.command("openmpi", 2)
     bench = ["-m", "collectives", "bench", "--peer", "mpi", "--python", "-d", "bool"]
     file = tmp_path / "result.json"
-    done = subprocess.run(
-        [*command, *bench, *TINY, "--json", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-        cwd=tmp_path,
-    )
+    done = under_mpi(tmp_path, *bench, "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert all(row["peers"] == [] for row in json.loads(file.read_text())["rows"])
