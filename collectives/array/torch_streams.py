@@ -22,6 +22,9 @@ def current_stream(ordinal: int) -> int:
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
+raw_stream: Callable[[int], int] = current_stream if _raw_stream is None else _raw_stream
+
+
 def stream_to_follow(ordinal: int) -> Any:
     """torch's current stream of a GPU, for `follow_stream` in another thread."""
     if _get_stream is None or _set_stream is None:

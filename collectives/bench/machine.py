@@ -24,6 +24,7 @@ from .. import _core
 from ..communicator import Communicator
 from ..errors import CollectiveError
 from ..hardware import cpu_model
+from ..torch.extension import built_for
 
 _EXCHANGE_ROUNDS = 200  # times 50 exchanges: 2 ms near, 12 ms far
 _PACKAGES = ("torch", "jax", "cupy", "mpi4py", "ml_dtypes", "matplotlib")
@@ -94,6 +95,9 @@ def versions() -> dict[str, str]:
         version = package_version(name)
         if version is not None:
             found[name] = version
+    releases = built_for()
+    if releases:
+        found["extension for torch"] = ", ".join(releases)
     return found
 
 

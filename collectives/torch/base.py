@@ -19,6 +19,7 @@ from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
 from .moving import Moving
+from .short import ShortWays
 from .streams import SideStreams, StreamWork
 from .tensors import Call
 from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
@@ -58,6 +59,7 @@ class BaseGroup(dist.ProcessGroup):
         self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
         self._on_gpu = Moving()
+        self._short = ShortWays()
         self._closed = False
         _groups.add(self)
 
@@ -147,6 +149,7 @@ class BaseGroup(dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
+        self._short.leave_extension(self)
         _groups.discard(self)
         self._callbacks.close()
         for track in self._tracks:
@@ -207,11 +210,13 @@ class BaseGroup(dist.ProcessGroup):
 
         if opts is None or opts.asyncOp:
             work = self._sides.run(device, put_on, call.finish, outputs, call.keep)
-            return self._note(work)
-        put_on(Stream(current_stream(device.index), device.index))
-        if call.finish is not None:
-            call.finish()
-        return self._note(StreamWork(outputs, device))
+        else:
+            put_on(Stream(current_stream(device.index), device.index))
+            if call.finish is not None:
+                call.finish()
+            work = StreamWork(outputs, device)
+        self._short.use_extension(self)
+        return self._note(work)
 
     def _note(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

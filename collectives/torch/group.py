@@ -15,14 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..array.torch_streams import current_stream
 from ..calls import ANY_PAIR
 from ..errors import ArrayError
 from . import handed_over, overlap
 from .base import BaseGroup
 from .joining import Meeting
 from .sparse import all_reduce_sparse
-from .streams import StreamWork
 from .tensors import SUM, Call, Op, Tensor, dense, divide_integers, expect, moved, op_for, reduced
 from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
@@ -85,7 +83,7 @@ class CollectivesGroup(Transfers, BaseGroup):
                 if done is not None:
                     return done
         if len(tensors) == 1 and opts.asyncOp and tensors[0].is_cuda:
-            beside = self._all_reduce_beside(tensors[0], opts)
+            beside = self._short.all_reduce(self, tensors[0], opts)
             if beside is not None:
                 return beside
         return self._all_reduce(tensors, opts)
@@ -105,37 +103,12 @@ class CollectivesGroup(Transfers, BaseGroup):
         self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)
         return DONE
 
-    def _all_reduce_beside(self, tensor: Tensor, opts: Any) -> Any:
-        """The path of DDP's buckets: a contiguous tensor on a GPU, and torch goes on meanwhile."""
-        if (
-            not tensor.is_contiguous()
-            or tensor.is_sparse
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or self._coalesced is not None
-            or in_callback()
-        ):
-            return None
-        op = op_for(opts.reduceOp, tensor.dtype)
-        if op.divide:
-            return None
-        number, times = reduced(tensor.dtype)
-        device = tensor.device
-        side = self._sides.of(device)
-        side.core.begin(current_stream(device.index))
-        made = self._main.all_reduce_on(
-            side.for_calls, number, tensor.data_ptr(), tensor.numel() * times, op.number,
-            op.factor, tensor.nbytes,
-        )  # fmt: skip
-        if not made:
-            return None
-        ended = side.core.end()
-        tensor.record_stream(side.stream)
-        return StreamWork([tensor], device, side.stream, ended)
-
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if any(t.layout is not torch.strided for t in tensors):
             return all_reduce_sparse(self, tensors, opts)
+        return self._make(self._all_reduce_call(tensors, opts), list(tensors), opts)
+
+    def _all_reduce_call(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         call = Call(tensors[0] if tensors else None)
         # One call for all tensors of a dtype that lie in scratch or behind each other anyway; a
         # tensor alone is worked on where it is.
@@ -145,7 +118,7 @@ class CollectivesGroup(Transfers, BaseGroup):
             number, times = reduced(tensor.dtype)
             self._add(call, "all_reduce", number, held, held, op, count=held.numel() * times)
             self._divide(call, op, held)
-        return self._make(call, list(tensors), opts)
+        return call
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         tensors = _listed(tensors)
@@ -292,6 +265,11 @@ class CollectivesGroup(Transfers, BaseGroup):
     ) -> Any:
         if not overlap.installed:  # FSDP2 gathers parameters before it reduces gradients
             overlap.install()
+        return self._make(self._all_gather_call(outputs, inputs), list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather_call(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
         call = Call(outputs[0] if outputs else None)
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("all_gather", output, tensor)
@@ -302,9 +280,7 @@ class CollectivesGroup(Transfers, BaseGroup):
                 call, "all_gather", number, source, target, out_blocks=tensor.numel() * times,
                 nbytes=output.nbytes,
             )  # fmt: skip
-        return self._make(call, list(outputs), opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+        return call
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """The lengths may differ from rank to rank: those of the list's tensors count."""

@@ -133,6 +133,18 @@ class Step(NamedTuple):
     device: Any = None
 
 
+class Plan(NamedTuple):
+    """A call on device memory that is made again and again: a function of the core, and what it
+    takes.
+    """
+
+    call: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+_SOURCE, _TARGET = 6, 7  # among the arguments of a plan: addresses
+
+
 def arguments(comm: Communicator, step: Step) -> tuple[Any, ...]:
     """A step as the core takes it."""
     algorithm = 0
@@ -165,9 +177,6 @@ class MainTrack:
         self._held: deque[Held] = deque()
         self._moving: deque[Held] = deque()  # of sends and receives, which end in any order
         self._all_reduce_choices = comm._table("all_reduce")
-        self._device_plans: dict[
-            int, object
-        ] = {}  # bytes -> how they are reduced on the side stream
         self.calls = 0  # which are the same on all ranks, whether or not they wait for them
 
     def call(self, step: Step, stream: Stream | None = None) -> None:
@@ -202,31 +211,25 @@ class MainTrack:
         if self._held or self._moving:
             self.release()
 
-    def all_reduce_on(
-        self, stream: Stream, dtype: int, pointer: int, count: int, op: int, factor: complex,
-        nbytes: int,
-    ) -> bool:  # fmt: skip
-        """Puts an all_reduce in place in the memory of a stream's GPU there, by the shortest way.
-        False (nothing done) where `call` must take a closer look.
+    def plan(self, step: Step, stream: Stream) -> Plan | None:
+        """How a call like this one is put on a stream by the shortest way; None where `call` must
+        take a closer look.
         """
         engine = self.comm._device
         if type(engine) is not DeviceEngine or engine.device != stream.ordinal:
-            return False
-        known = self._device_plans.get(nbytes)
-        if known is None:
-            algorithm = self.comm._checked_algorithm("all_reduce", nbytes)
-            if is_written(algorithm):
-                return False
-            known = engine.options(algorithm, "all_reduce", nbytes, stream.beside)
-            self._device_plans[nbytes] = known
+            return None
+        algorithm = self.comm._checked_algorithm(step.collective, step.nbytes)
+        if is_written(algorithm):
+            return None
+        known = engine.options(algorithm, step.collective, step.nbytes, stream.beside)
+        return Plan(engine.call, (known, stream.handle, *arguments(self.comm, step)))
+
+    def put(self, plan: Plan, source: int, target: int) -> None:
+        """Makes a call with other addresses than the plan's."""
+        before, after = plan.arguments[:_SOURCE], plan.arguments[_TARGET + 1 :]
         with self._lock:
             self.calls += 1
-            numbers = (
-                _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, 0, 0,
-                factor.real, factor.imag,
-            )  # fmt: skip
-            engine.call(known, stream.handle, *numbers)
-        return True
+            plan.call(*before, source, target, *after)
 
     def transfer(self, transfers: list[Transfer], device: torch.device, stream: int) -> None:
         """Puts sends and receives on device memory on `stream`."""

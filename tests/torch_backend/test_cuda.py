@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 CHECKS = (
     "every_reduction",
     "every_movement",
+    "calls_that_are_like_ones_before",
     "sends_and_receives",
     "calls_follow_the_current_stream",
     "waiting_does_not_block_the_host",

@@ -115,6 +115,7 @@ def group(log: Log) -> Any:
 
     track = SimpleNamespace(call=call)
     made = SimpleNamespace(_main=track, _sides=streams.SideStreams(), _note=lambda work: work)
+    made._short = SimpleNamespace(use_extension=lambda group: None)
     made.make = lambda call, *arguments: base.BaseGroup._make_on_gpu(made, call, DEVICE, *arguments)
     return made
 

@@ -18,6 +18,9 @@ from torch.distributed import ReduceOp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from collectives import ArrayError
+from collectives.torch import extension
+
 KIND = os.environ.get("COLLECTIVES_TEST_DEVICE", "cuda")
 RANK, N = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if KIND == "cuda":
@@ -111,6 +114,49 @@ def every_movement() -> None:
     dist.all_gather_object(objects, {"rank": RANK})
     assert objects == [{"rank": r} for r in range(N)]
     dist.barrier()
+
+
+@check
+def calls_that_are_like_ones_before() -> None:
+    """With other numbers and in other memory. The extension makes them, if there is one."""
+    dist.all_reduce(torch.ones(1, device=DEVICE))
+    if KIND == "cuda":
+        release = ".".join(torch.__version__.split(".")[:2])
+        in_cpp = type(dist.group.WORLD.allreduce).__name__ == "Method"
+        assert in_cpp == (release in extension.built_for())
+    kept = []
+    for turn in range(4):
+        for async_op in (False, True):
+            every = [numbers * (turn + 1) for numbers in ranks_of()]
+            whole = torch.cat(every)
+            total, most, flags = every[RANK].clone(), every[RANK].clone(), every[RANK] > 3
+            gathered, mine = torch.empty_like(whole), torch.empty_like(total)
+            works = [
+                dist.all_reduce(total, async_op=async_op),
+                dist.all_reduce(most, ReduceOp.MAX, async_op=async_op),
+                dist.all_reduce(flags, ReduceOp.MAX, async_op=async_op),
+                dist.all_gather_into_tensor(gathered, every[RANK], async_op=async_op),
+                dist.reduce_scatter_tensor(mine, whole, async_op=async_op),
+            ]
+            for work in works:
+                if async_op:
+                    work.wait()
+            same(total, sum(every))
+            same(most, torch.stack(every).amax(0))
+            same(flags, torch.stack(every).amax(0) > 3)
+            same(gathered, whole)
+            same(mine, every[RANK] * N)
+            kept += [total, most, flags, gathered, mine, *every]
+    seven = torch.empty(7 * N + 1, device=DEVICE)
+    for wrong in (
+        lambda: dist.all_gather_into_tensor(seven, seven),
+        lambda: dist.reduce_scatter_tensor(seven.double(), seven),
+    ):
+        try:
+            wrong()
+        except ArrayError:
+            continue
+        raise AssertionError("nothing was raised")
 
 
 @check
@@ -344,6 +390,12 @@ def ddp_equals_training_on_the_host() -> None:
         ddp.register_comm_hook(state, hook)
         step(ddp, mine)
         equal(m, within)
+    if type(dist.group.WORLD.allreduce).__name__ == "Method":
+        m = model().to(DEVICE)  # a hook that reads the future in C++
+        ddp = DDP(m, bucket_cap_mb=0.003)
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        step(ddp, mine)
+        equal(m, 1e-3)
 
 
 @check

@@ -1,0 +1,286 @@
+"""The extension for torch, on a device that only writes down what is asked of it."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import subprocess
+import sysconfig
+import threading
+import warnings
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from with_torch import torch
+
+import collectives
+from collectives.torch import extension
+
+pytestmark = pytest.mark.torch
+
+dist = torch.distributed
+AllgatherOptions = dist.distributed_c10d.AllgatherOptions
+ReduceScatterOptions = dist.distributed_c10d.ReduceScatterOptions
+MAIN, SIDE, HANDLE = 0, 7, 700  # streams of torch; the handle of the side stream
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The module of pretended_gpu.cpp."""
+    from torch.utils import cpp_extension
+
+    if extension.load(torch.__version__) is None:
+        pytest.skip("no extension for this torch is built: make test TORCH=1 builds it")
+    source = Path(__file__).with_name("pretended_gpu.cpp")
+    module = tmp_path_factory.mktemp("module") / "pretended_gpu.so"
+    include = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    libraries = cpp_extension.library_paths()
+    subprocess.run(
+        ["g++", "-std=c++20", "-O0", "-fPIC", "-shared", "-fvisibility=hidden", "-w",
+         *(f"-I{path}" for path in include), source, "-o", module,
+         *(f"-L{path}" for path in libraries), "-ltorch_python", "-ltorch_cpu", "-lc10"],
+        check=True,
+    )  # fmt: skip
+    spec = importlib.util.spec_from_file_location("pretended_gpu", module)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+class Group:
+    """A process group, as far as the extension looks at it."""
+
+    _coalesced = None
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self.planned: list[Any] = []
+        self.slow_calls: list[Any] = []
+        self.taken: list[Any] = []
+        self.track = SimpleNamespace(_lock=threading.Lock(), calls=0)
+        self.has_plan = True
+
+    def plan(self, target: Any, source: Any, op: Any, beside: bool) -> Any:
+        self.planned.append((target.numel(), source.numel(), target.dtype, op, beside))
+        if not self.has_plan:
+            return None
+        stream = SimpleNamespace(stream_id=SIDE, device_index=0, device_type=self._gpu.device_type)
+        arguments = ("options", HANDLE, 2, 3, 4, 5, None, None, *range(8, 15))
+        return (stream if beside else None, self.core, arguments)
+
+    def core(self, *arguments: Any) -> None:
+        assert self.track._lock.locked()
+        self.taken.append(arguments)
+        self._gpu.say("call")
+
+    def slow(self, *arguments: Any, **named: Any) -> str:
+        self.slow_calls.append((arguments, named))
+        return "slow"
+
+    def method(self, kind: str) -> Any:
+        native = extension.load(torch.__version__)
+        stream_handle = lambda device: 10 + device  # noqa: E731
+        return native.Method(kind, self, Group.plan, Group.slow, self.track, stream_handle)
+
+
+@pytest.fixture
+def group(gpu: Any) -> Any:
+    gpu.said()
+    made = Group(gpu)
+    yield made
+    gpu.set_current(MAIN)
+
+
+def tensor(gpu: Any, count: int = 4, dtype: Any = torch.float32) -> Any:
+    host = torch.zeros(count, dtype=dtype)
+    there = gpu.there(host)
+    there.on_host = host
+    return there
+
+
+def options(asynchronous: bool = True, op: Any = dist.ReduceOp.SUM) -> Any:
+    made = dist.AllreduceOptions()
+    made.asyncOp, made.reduceOp = asynchronous, op
+    return made
+
+
+def without_numbers(said: list[str]) -> list[str]:
+    """Events by the order in which they come, from a."""
+    names: dict[str, str] = {}
+    lines = []
+    for line in said:
+        before, found, number = line.partition("event ")
+        lines.append(before + names.setdefault(number, "abcdefgh"[len(names)]) if found else line)
+    return lines
+
+
+def test_a_call_beside_waits_for_the_current_stream_and_is_waited_for(gpu: Any, group: Any) -> None:
+    x = tensor(gpu)
+    work = group.method("all_reduce")([x], options())
+    assert group.track.calls == 1
+    assert group.taken == [
+        ("options", HANDLE, 2, 3, 4, 5, x.on_host.data_ptr(), x.on_host.data_ptr(), *range(8, 15))
+    ]
+    gpu.set_current(3)
+    assert work.wait(timedelta(seconds=1))
+    assert without_numbers(gpu.said()) == [
+        "stream 0: a", "stream 7 waits for a", "call", "stream 7: b", "stream 7 uses 4 elements",
+        "stream 3 waits for b",
+    ]  # fmt: skip
+    assert isinstance(work, dist.Work)
+    assert [t.data_ptr() for t in work.result()] == [x.data_ptr()]
+
+
+def test_a_work_is_completed_when_the_gpu_has_ended_it(gpu: Any, group: Any) -> None:
+    work = group.method("all_reduce")([tensor(gpu)], options())
+    (ended,) = [line for line in gpu.said() if line.startswith("stream 7: ")]
+    assert not work.is_completed() and not work.is_success()
+    gpu.end(int(ended.split()[-1]))
+    assert work.is_completed() and work.is_success()
+    assert work.exception() is None
+    with pytest.raises(RuntimeError, match="only a recv"):
+        work._source_rank()
+
+
+def test_a_future_is_of_a_list_and_its_streams_wait(gpu: Any, group: Any) -> None:
+    x = tensor(gpu)
+    work = group.method("all_reduce")([x], options())
+    gpu.said()
+    future = work.get_future()
+    assert without_numbers(gpu.said()) == ["stream 7: a"]
+    assert future.done() and gpu.said() == []
+    assert [t.data_ptr() for t in future.wait()] == [x.data_ptr()]
+    assert without_numbers(gpu.said()) == ["stream 0 waits for a"]
+    seen: list[Any] = []
+    future.then(lambda f: seen.append(f.value()[0].data_ptr()))
+    assert seen == [x.data_ptr()]  # within `then`: so callbacks come in the program's order
+    assert "stream 99 waits for a" in without_numbers(gpu.said())
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_calls_with_an_output_and_an_input(gpu: Any, group: Any, kind: str) -> None:
+    output, input = (tensor(gpu, 8), tensor(gpu, 4))
+    opts = AllgatherOptions() if kind == "all_gather" else ReduceScatterOptions()
+    opts.asyncOp = True
+    group.method(kind)(output, input, opts)
+    assert [call[6:8] for call in group.taken] == [
+        (input.on_host.data_ptr(), output.on_host.data_ptr())
+    ]
+    reduces = dist.ReduceOp.SUM if kind == "reduce_scatter" else None
+    assert group.planned == [(8, 4, torch.float32, reduces, True)]
+    assert gpu.said()[-2:] == ["stream 7 uses 8 elements", "stream 7 uses 4 elements"]
+
+
+def test_a_call_that_torch_waits_for_goes_on_the_current_stream(gpu: Any, group: Any) -> None:
+    method = group.method("all_reduce")
+    work = method([tensor(gpu)], options(asynchronous=False))
+    assert work.wait() and work.is_completed()
+    assert gpu.said() == ["call"]
+    assert group.taken[0][1] == 10  # the handle of the current stream, asked for each time
+    gpu.set_current(5)
+    future = work.get_future()
+    assert without_numbers(gpu.said()) == ["stream 0: a"]  # the stream of the call
+    future.wait()
+    assert [line.partition(" waits")[0] for line in gpu.said()] == ["stream 5"]
+
+
+def test_a_plan_is_asked_once_for_each_kind_of_call(gpu: Any, group: Any) -> None:
+    method = group.method("all_reduce")
+    kinds = [
+        (4, torch.float32, dist.ReduceOp.SUM, True),
+        (5, torch.float32, dist.ReduceOp.SUM, True),
+        (4, torch.int32, dist.ReduceOp.SUM, True),
+        (4, torch.float32, dist.ReduceOp.MAX, True),
+        (4, torch.float32, dist.ReduceOp.SUM, False),
+    ]
+    for _ in range(2):
+        for count, dtype, op, beside in kinds:
+            method([tensor(gpu, count, dtype)], options(beside, op))
+    assert group.planned == [(n, n, dtype, op, beside) for n, dtype, op, beside in kinds]
+    assert group.track.calls == len(group.taken) == 2 * len(kinds)
+
+
+def test_what_goes_the_long_way(gpu: Any, group: Any) -> None:
+    method, gather = group.method("all_reduce"), group.method("all_gather")
+    x, opts, gathers = tensor(gpu), options(), AllgatherOptions()
+    premul, square = dist._make_nccl_premul_sum(2.0), torch.zeros(4, 4)
+    asked: list[tuple[Any, Any, dict[str, Any]]] = [
+        (method, ([x, x], opts), {}),  # several
+        (method, ([x],), {}),  # no options
+        (method, (x, opts), {}),  # no list
+        (method, ([x], opts), {"timeout": 1}),
+        (method, ([torch.zeros(4)], opts), {}),  # on the host
+        (method, ([gpu.there(square.t())], opts), {}),  # strides
+        (method, ([x], options(op=premul)), {}),
+        (method, ([3], opts), {}),
+        (gather, (x, x), {}),
+        (gather, (x, torch.zeros(4), gathers), {}),
+        (gather, (x, tensor(gpu, 4, torch.int32), gathers), {}),
+        (gather, (x, x, opts), {}),
+    ]
+    for function, arguments, named in asked:
+        assert function(*arguments, **named) == "slow"
+    for (_, arguments, named), (got, also) in zip(asked, group.slow_calls, strict=True):
+        assert all(a is b for a, b in zip(got, arguments, strict=True)) and also == named
+    assert not group.planned
+    group._coalesced = []
+    assert method([x], opts) == "slow" and not group.planned
+    group._coalesced, group.has_plan = None, False
+    assert method([x], opts) == method([x], opts) == "slow"
+    assert len(group.planned) == 2  # none is no plan: it is asked again
+    assert group.taken == [] and group.track.calls == 0
+
+
+def test_what_a_call_raises_comes_out_and_leaves_the_lock(gpu: Any, group: Any) -> None:
+    def fails(*_: Any) -> None:
+        raise collectives.PeerDiedError("rank 1 died", rank=0)
+
+    group.core = fails
+    method = group.method("all_reduce")
+    for _ in range(2):
+        with pytest.raises(collectives.PeerDiedError, match="rank 1 died"):
+            method([tensor(gpu)], options())
+    assert not group.track._lock.locked()
+
+
+def test_the_profiler_sees_a_call(gpu: Any, group: Any) -> None:
+    method = group.method("all_reduce")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        method([tensor(gpu)], options())
+    assert "collectives:all_reduce" in [event.name for event in profile.events()]
+
+
+def test_nothing_is_kept(gpu: Any, group: Any) -> None:
+    method = group.method("all_reduce")
+    x = tensor(gpu)
+    before = gpu.living_events()
+    works = [method([x], options()) for _ in range(3)]
+    futures = [work.get_future() for work in works]
+    assert gpu.living_events() == before + 7  # one for all calls, two for each
+    del works, futures
+    assert gpu.living_events() == before + 1
+
+
+def test_a_call_of_a_group_that_is_gone_raises(gpu: Any) -> None:
+    group = Group(gpu)
+    method, gone = group.method("all_reduce"), weakref.ref(group)
+    del group
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(RuntimeError, match="the process group is gone"):
+        method([tensor(gpu)], options())
+
+
+def test_an_extension_for_another_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "built_for", lambda: ["2.11", "2.12"])
+    with pytest.warns(RuntimeWarning, match=r"built for torch 2\.11, 2\.12, and this is 2\.99\.1"):
+        assert extension.load.__wrapped__("2.99.1+cpu") is None
+    monkeypatch.setattr(extension, "built_for", list)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert extension.load.__wrapped__("2.99.1+cpu") is None
