@@ -309,9 +309,14 @@ class Calls:
         if len(set(self.nodes)) > 1:
             self._device = StagedEngine(self._bootstrap, self._core, *here, part=self._of_ranks)
             return
-        self._device = DeviceEngine(self._bootstrap, self._core, *here, self._moved_by_host)
-        self._choose_by(tuner_of(self._device, self._bootstrap, self._tuner.rules, self._gpu_table))
-        self._known = KnownCalls(self._device)
+        engine = DeviceEngine(self._bootstrap, self._core, *here, self._moved_by_host)
+        try:
+            self._choose_by(tuner_of(engine, self._bootstrap, self._tuner.rules, self._gpu_table))
+            self._known = KnownCalls(engine)
+        except BaseException:
+            engine.close()
+            raise
+        self._device = engine
 
     def _choose_by(self, tuner: DeviceTuner) -> None:
         """Makes `tuner` what chooses for device arrays."""

@@ -59,8 +59,8 @@ def tuner_of(
     if table is None:
         return DeviceTuner(bootstrap.size, rules)
     gpus = gpus_of(bootstrap, engine.device)
-    if why_no_table(engine, gpus):
-        return DeviceTuner(bootstrap.size, rules)
+    if why := why_no_table(engine, gpus):
+        return DeviceTuner(bootstrap.size, rules, passed_over=why)
     try:
         tables.refuse_gpus(table, gpus.names)
     except ConfigError as error:

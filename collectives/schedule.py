@@ -75,9 +75,10 @@ def algorithm(
     The generator is called with the number of ranks, and with `root=` too if it has such a
     parameter and the collective a root.
     chunks      number of chunks for n ranks; otherwise what the transfers mention (at least n for
-                collectives with blocks)
+                collectives with blocks). An all_to_all has one for each pair of ranks
     supports    True or False for n ranks, or the reason why not, as text
-    Its docstring's first line is the summary. Raises ValueError for an unknown collective or a name
+    Its docstring's first line is the summary. What has the name already is replaced, but
+    communicators that ran it keep their copy. Raises ValueError for an unknown collective or a name
     that C++ has.
     """
     if collective not in _core.collectives:
@@ -215,9 +216,10 @@ def _rounds(generated: Any, what: str) -> list[list[Transfer]]:
 def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     takes_root = "root" in inspect.signature(written.rounds).parameters
     generated = written.rounds(n, root=root) if takes_root else written.rounds(n)
-    rounds = _rounds(generated, f"{written.info.name}, {written.collective} with {n} ranks")
+    what = f"{written.info.name}, {written.collective} with {n} ranks"
+    rounds = _rounds(generated, what)
     mentioned = max((t[2] for ts in rounds for t in ts), default=0) + 1
-    count = written.chunks(n) if written.chunks else mentioned
+    count = _chunks(written.chunks(n), what) if written.chunks else mentioned
     if written.chunks is None and written.collective in (
         "reduce_scatter",
         "all_gather",
@@ -226,6 +228,11 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     ):
         count = -(-max(count, n) // n) * n
     if written.collective == "all_to_all":
+        if written.chunks and count != n * n:
+            raise ScheduleError(
+                f"{what}: chunks= says {count}, and there are {n * n}, one for each pair of ranks; "
+                "leave chunks= out"
+            )
         count = n * n
     if root != 0 and not takes_root:
         # Written for root 0: the others take its place in a circle.
@@ -240,8 +247,24 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
             [Transfer(turn(s), turn(d), move(c), red, ch) for s, d, c, red, ch in ts]
             for ts in rounds
         ]
+    numbers = (number for transfers in rounds for transfer in transfers for number in transfer)
+    largest = max(map(abs, numbers), default=0)
+    if max(largest, count) > _MOST:
+        raise ScheduleError(f"{what}: {max(largest, count)} is too large for a rank or a chunk")
     core = _core.Schedule(written.info.name, written.collective, n, count, rounds, root, node)
     return Schedule(core)
+
+
+_MOST = (1 << 31) - 1  # the core's numbers of ranks, chunks and channels
+
+
+def _chunks(count: Any, what: str) -> int:
+    try:
+        return index(count)
+    except TypeError:
+        raise ScheduleError(
+            f"{what}: chunks= says {count!r}, which is no number of chunks"
+        ) from None
 
 
 class Schedule:

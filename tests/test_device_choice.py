@@ -22,6 +22,14 @@ def test_small_calls_go_in_one_shot_and_large_ones_in_two(collective: str, nrank
     assert chosen == sorted(chosen)
 
 
+def test_why_says_that_a_table_is_passed_over() -> None:
+    words = "ranks share a GPU, where times say nothing"
+    assert words not in DeviceTuner(2).why_built_in("all_reduce", 1024)
+    passed = DeviceTuner(2, passed_over=words)
+    assert passed.why_built_in("all_reduce", 1024).endswith(f"the table is passed over: {words}")
+    assert passed.choose("all_reduce", 1024) == DeviceTuner(2).choose("all_reduce", 1024)
+
+
 @pytest.mark.parametrize("nranks", [3, 4, 8])
 def test_two_steps_go_in_lines_first(nranks: int) -> None:
     """Beside a stream that computes too, where they take less room: blocks do not count there."""

@@ -145,9 +145,35 @@ def names_for_ranks(n):
     yield [Transfer("0", "1", 0)]
 
 
+def a_huge_chunk(n):
+    """Larger than the core's numbers."""
+    yield [Transfer(0, 1, -(1 << 40))]
+
+
+@pytest.mark.parametrize(
+    ("collective", "chunks", "words"),
+    [
+        ("all_gather", 2.5, "chunks= says 2.5, which is no number of chunks"),
+        ("all_gather", None, "chunks= says None, which is no number of chunks"),
+        ("all_gather", 0, "there must be at least one chunk"),
+        ("all_gather", 1 << 40, "1099511627776 is too large"),
+        ("all_to_all", 9, "chunks= says 9, and there are 4, one for each pair of ranks"),
+        ("all_to_all", 2.5, "chunks= says 2.5, which is no number of chunks"),
+    ],
+)
+def test_a_wrong_number_of_chunks_is_told(register, collective, chunks, words):
+    def exchange(n):
+        yield [Transfer(0, 1, 1), Transfer(1, 0, 2)]
+
+    register(collective, chunks=lambda n: chunks)(exchange)
+    with pytest.raises(cc.ScheduleError, match=words):
+        cc.schedule("exchange", collective, 2)
+
+
 @pytest.mark.parametrize(
     ("rounds", "words"),
     [
+        (a_huge_chunk, "1099511627776 is too large for a rank or a chunk"),
         (none_at_all, "it returned None, and must yield rounds.*is there a yield in it"),
         (
             a_transfer_without_a_round,

@@ -303,8 +303,14 @@ class JoinedWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits for all of them, up to `timeout` in all; see PendingWork."""
+        end = time.monotonic() + timeout.total_seconds()
         for work in self._works:
-            work.wait(timeout)
+            if timeout == NO_TIMEOUT:
+                work.wait()
+            else:  # never NO_TIMEOUT, which waits for long
+                left = timedelta(seconds=end - time.monotonic())
+                work.wait(left or -timedelta.resolution)
         return True
 
     synchronize = wait

@@ -193,7 +193,9 @@ def device_way(
 class DeviceTuner(Tuner):
     """Chooses algorithms for arrays on the GPUs of one node's ranks.
 
-    refused  why the measured table is not for these GPUs, in words; "" if it is, or there is none
+    refused      why the measured table is not for these GPUs, in words; "" if it is, or there is
+                 none
+    passed_over  why it says nothing of these ranks' calls, though it is for these GPUs; else ""
     """
 
     def __init__(
@@ -202,9 +204,11 @@ class DeviceTuner(Tuner):
         rules: Iterable[Rule] = (),
         measured: Table | None = None,
         refused: str = "",
+        passed_over: str = "",
     ) -> None:
         super().__init__([0] * nranks, True, rules, measured)
         self.refused = refused
+        self.passed_over = passed_over
 
     def choose(self, collective: str, nbytes: int) -> str:
         """The algorithm for a call of `nbytes`; "" for a barrier. Raises ConfigError where a table
@@ -238,7 +242,10 @@ class DeviceTuner(Tuner):
             words = "so large that a second step costs less than sending all to everybody"
         else:
             words = "there is no other with one step"
-        return f"{words} (measured on two and four H200)"
+        words += " (measured on two and four H200)"
+        return (
+            f"{words}; the table is passed over: {self.passed_over}" if self.passed_over else words
+        )
 
 
 def _line_room(nranks: int) -> int:

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from on_device import EMULATED, OnDevice, run_on
 from test_leaks import SLACK
 
 import collectives as cc
-from collectives import _core
+from collectives import _core, calls
 
 pytestmark = MARK
 
@@ -105,3 +106,33 @@ def test_events_of_calls_that_nobody_takes() -> None:
         assert found[-1] == found[1], found
 
     run_on(2, [0], body, nodes=[0, 1], timeout=20)
+
+
+def test_a_set_up_that_fails_leaves_nothing_half_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What chooses is asked last, once the engine is there; the next call sets all up again."""
+    choose = calls.tuner_of
+    asked: list[Any] = []
+    closed: list[Any] = []
+
+    def chooses_later(engine: Any, *arguments: Any) -> Any:
+        asked.append(engine)
+        if len(asked) > 2:
+            return choose(engine, *arguments)
+        close = engine.close
+        engine.close = lambda: (closed.append(engine), close())
+        raise cc.ConfigError("the table cannot be read")
+
+    monkeypatch.setattr(calls, "tuner_of", chooses_later)
+
+    def body(comm: cc.Communicator) -> None:
+        memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(64), 0)
+        x = cupy.ndarray((5,), cupy.float32, memory)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with pytest.raises(cc.ConfigError):
+            comm.all_reduce(x, stream=stream)
+        comm.barrier()
+        comm.all_reduce(x, stream=stream)
+        comm.synchronize()
+
+    cc.run_threads(2, body, timeout=20)
+    assert len(set(asked)) == 4 and set(closed) == set(asked[:2])
