@@ -36,6 +36,7 @@ from .staging import StagedEngine
 from .symmetric import SymmetricMemory
 from .tuning import Tuner
 from .tuning.device import DeviceTuner
+from .words import counted
 from .work import InFlight
 
 if TYPE_CHECKING:
@@ -340,8 +341,8 @@ class Communicator(Reductions, Movements, PointToPoint):
 
     def __repr__(self) -> str:
         where = "closed" if self._closed else self.transports
-        nodes = len(set(self.nodes))
-        return f"<Communicator rank {self.rank} of {self.size}, {nodes} node(s), {where}>"
+        nodes = counted(len(set(self.nodes)), "node")
+        return f"<Communicator rank {self.rank} of {self.size}, {nodes}, {where}>"
 
     @property
     def transports(self) -> str:

@@ -17,6 +17,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import did_you_mean
+from .words import counted
 
 if TYPE_CHECKING:
     from .schedule import Schedule, Transfer
@@ -86,14 +87,10 @@ def draw(schedule: Schedule, format: str = "text") -> str:
 def title(schedule: Schedule) -> str:
     """What a diagram is of, in a line."""
     n, rounds, chunks = schedule.nranks, len(schedule.rounds), schedule.nchunks
-    words = f"{schedule.algorithm}: {schedule.collective} over {_count(n, 'rank')}"
+    words = f"{schedule.algorithm}: {schedule.collective} over {counted(n, 'rank')}"
     if schedule.collective in ("broadcast", "reduce", "gather", "scatter"):
         words += f", root {schedule.root}"
-    return f"{words}, {_count(rounds, 'round')}, {_count(chunks, 'chunk')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{words}, {counted(rounds, 'round')}, {counted(chunks, 'chunk')}"
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -119,7 +116,7 @@ def _text(schedule: Schedule) -> str:
         else:
             lines += _list(number, found)
     if len(rounds) > len(shown):
-        lines.append(f"… and {_count(len(rounds) - len(shown), 'round')} more")
+        lines.append(f"… and {counted(len(rounds) - len(shown), 'round')} more")
     lines += ["", _legend(schedule)]
     return "\n".join(lines)
 
@@ -175,7 +172,7 @@ def _arrows(number: int, packed: Sequence[Sequence[Message]], n: int, width: int
 
 def _list(number: int, found: Sequence[Message]) -> list[str]:
     words = [f"{m.src}→{m.dst}: {m.label}" for m in found[:_LISTED]]
-    head = f"{f'round {number}':9}{_count(len(found), 'message')}"
+    head = f"{f'round {number}':9}{counted(len(found), 'message')}"
     rest = len(found) - len(words)
     lines = [f"{head}:", f"{'':9}  {'   '.join(words[:4])}"]
     if words[4:]:

@@ -41,7 +41,7 @@ def test_the_table_names_the_gpus(
     path = tmp_path / "table.json"
     status, out, err = command(capsys, path, "--threads", 2, "--collective", "all_reduce,reduce")
     assert status == 0, err
-    assert "# 2 ranks on 1 node(s), cuda" in out
+    assert "# 2 ranks on 1 node, cuda" in out
     assert "# 2 x Fake H100; ordinary arrays, calls on a stream" in out
     assert f"written to {path}" in out
     ((key, layout),) = json.loads(path.read_text())["layouts"].items()

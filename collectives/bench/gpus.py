@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
+from ..words import counted
 from . import pcie
 
 _DRIVER = "/proc/driver/nvidia/version"
@@ -170,7 +171,7 @@ def link_words(access: bool, links: int | None, way: str) -> str:
     """How two GPUs are linked, in words; `way`, by PCIe, counts where no NVLink is known."""
     words = ["peer access" if access else "no peer access"]
     if links is not None:
-        words.append(f"{links or 'no'} NVLink{'s' * (links > 1)}")
+        words.append(counted(links, "NVLink") if links else "no NVLink")
     if way and not links:
         words.append(f"through {way}")
     return ", ".join(words)

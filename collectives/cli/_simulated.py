@@ -19,6 +19,7 @@ from ..simulate import comparing
 from ..simulate.comparing import Comparison
 from ..simulate.quantities import seconds_text
 from ..simulate.topology import Topology
+from ..words import counted
 from . import _common
 from ._progress import Progress
 
@@ -162,8 +163,9 @@ def tables(result: Comparison) -> list[str]:
         sized = result.topology.with_nodes(nodes)
         names = result.algorithms(nodes)
         lines.append(
-            f"# {result.collective} on {nodes} x {result.topology.name}, {sized.nranks} ranks"
-            f"{without_faults(result.topology, sized)}; us, * the fastest"
+            f"# {result.collective} on {nodes} x {result.topology.name}, "
+            f"{counted(sized.nranks, 'rank')}{without_faults(result.topology, sized)}; "
+            "us, * the fastest"
         )
         key = [f"[{chr(ord('A') + i)}] {name}" for i, name in enumerate(names)]
         lines += [f"# {line}" for line in key]

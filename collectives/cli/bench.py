@@ -30,6 +30,7 @@ from ..bench.measuring import Bench, check_case, elements_of, sizes
 from ..bench.timing import Effort
 from ..communicator import Communicator
 from ..errors import ConfigError
+from ..words import counted
 from . import _common, _ranks
 from ._progress import Progress
 
@@ -299,7 +300,8 @@ def _cells(measured: list[dict[str, Any]], bench: Bench, case: Case) -> Iterator
 def _print_header(backend: Backend, args: argparse.Namespace, header: dict[str, Any]) -> None:
     comm = backend.comm
     nodes = len(set(comm.nodes))
-    print(f"# {comm.size} ranks on {nodes} node{'s' * (nodes > 1)}, transport {backend.transport}")
+    ranks = f"{counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
+    print(f"# {ranks}, transport {backend.transport}")
     for line in report.describe(header):
         print(f"# {line}")
     for line in machine.warnings(comm, header["machine"]["cores"]):

@@ -26,9 +26,9 @@ from ..bench.cases import ROOTED, Case, places
 from ..bench.measuring import Bench, candidates, check_case, elements_of, sizes
 from ..bench.timing import Effort, take_turns
 from ..communicator import Communicator
-from ..config import format_size
 from ..errors import ConfigError, UnsupportedError
 from ..tuning import model
+from ..words import counted, size_words
 from . import _common, _ranks, _simulated
 from ._progress import Progress
 
@@ -243,8 +243,8 @@ def _measure(
     if printing:
         nodes = len(set(comm.nodes))
         print(
-            f"# {case.collective} of {case.dtype}, {comm.size} ranks on {nodes} "
-            f"node{'s' * (nodes > 1)}, transport {bench.backend.transport}"
+            f"# {case.collective} of {case.dtype}, {counted(comm.size, 'rank')} on "
+            f"{counted(nodes, 'node')}, transport {bench.backend.transport}"
         )
         notes = machine.warnings(comm, header["machine"]["cores"])
         notes += [f"without {name}: {why}" for name, why in skipped.items()]
@@ -325,14 +325,16 @@ def in_words(results: Results) -> list[str]:
         return [f"{stretches[0][0]} is the fastest at every size (within {_NEAR - 1:.0%})."]
     lines = []
     for i, (name, low, high) in enumerate(stretches):
-        span = f"at {_size(low)}" if low == high else f"from {_size(low)} to {_size(high)}"
+        first, last = size_words(low), size_words(high)
+        span = f"at {first}" if low == high else f"from {first} to {last}"
         line = f"{name} is the fastest {span}"
         if i + 1 < len(stretches):
             after, start, _ = stretches[i + 1]
             near = crossing(results, name, after, high, start)
-            line += f"; {after} passes it " + (
-                f"near {_size(near)}" if near else f"between {_size(high)} and {_size(start)}"
+            where = (
+                f"near {size_words(near)}" if near else f"between {last} and {size_words(start)}"
             )
+            line += f"; {after} passes it {where}"
         lines.append(line + ".")
     return lines
 
@@ -366,7 +368,7 @@ def _about_auto(bench: Bench, results: Results) -> list[str]:
         return [f"What is chosen by itself is the fastest everywhere (within {_NEAR - 1:.0%})."]
     return [
         f"What is chosen by itself is at most {worst:.2f}x slower than the fastest ({chosen} at "
-        f"{_size(where)})."
+        f"{size_words(where)})."
     ]
 
 
@@ -388,14 +390,10 @@ def _fit(comm: Communicator, results: Results) -> str:
 def _subtitle(backend: Backend, header: dict[str, Any]) -> str:
     comm, found = backend.comm, header["machine"]
     if "gpus" in found:
-        return f"{comm.size} ranks, {backend.transport}; {gpus.summary(found['gpus'])}"
+        return f"{counted(comm.size, 'rank')}, {backend.transport}; {gpus.summary(found['gpus'])}"
     exchange = f", cache line {found['exchange_ns']:.0f} ns" if found["exchange_ns"] else ""
     return (
-        f"{comm.size} ranks, {len(set(comm.nodes))} node(s), {comm.transports}; {found['cpu']}, "
+        f"{counted(comm.size, 'rank')}, {counted(len(set(comm.nodes)), 'node')}, "
+        f"{comm.transports}; {found['cpu']}, "
         f"{found['cores']} cores{exchange}"
     )
-
-
-def _size(nbytes: int) -> str:
-    text = format_size(nbytes)
-    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..drawing import PALETTE
 from ..simulate import quantities
 from ..train.plan import BYTES, STATES, Job, Stage, bytes_per_parameter, plan, state_words
+from ..words import counted
 from . import _common
 
 EXAMPLES = """\
@@ -141,8 +142,8 @@ def _table(job: Job, stages: list[Stage]) -> list[str]:
     used, grad, state = bytes_per_parameter(job)
     each = used + grad + state
     lines = [
-        f"{job.params:.4g} parameters, {job.ranks} ranks, {job.precision}, {job.optimizer}: "
-        f"{used} (parameter) + {grad} (gradient) + {state} (optimizer state: "
+        f"{job.params:.4g} parameters, {counted(job.ranks, 'rank')}, {job.precision}, "
+        f"{job.optimizer}: {used} (parameter) + {grad} (gradient) + {state} (optimizer state: "
         f"{state_words(job)}) = {each} bytes a parameter, "
         f"{each * job.params / 1e9:.4g} GB unsharded",
         f"global batch {job.batch} samples = {job.micro} (micro) x {job.ranks} (ranks) x "
@@ -198,7 +199,7 @@ def _draw(job: Job, stages: list[Stage], path: str) -> None:
         )
         axes[0][2].set_title("predicted step, ms")
         axes[0][2].legend(fontsize=8, loc="lower right")
-    figure.suptitle(f"{job.params / 1e9:.3g} billion parameters on {job.ranks} ranks")
+    figure.suptitle(f"{job.params / 1e9:.3g} billion parameters on {counted(job.ranks, 'rank')}")
     figure.tight_layout()
     figure.savefig(path, format="png", dpi=110)
     pyplot.close(figure)

@@ -12,6 +12,7 @@ from .. import _core, simulate
 from ..errors import ConfigError, UnsupportedError
 from ..simulate import training
 from ..simulate.quantities import amount, seconds_text
+from ..words import counted
 from . import _common, _simulated
 from ._progress import Progress
 
@@ -178,8 +179,8 @@ def run(args: argparse.Namespace) -> int:
             )
         outcomes.sort(key=lambda o: (o.nbytes, o.seconds))
         print(
-            f"# {args.what} on {nodes} x {topology.name}, {sized.nranks} ranks, simulated"
-            + _simulated.without_faults(topology, sized)
+            f"# {args.what} on {nodes} x {topology.name}, {counted(sized.nranks, 'rank')}, "
+            "simulated" + _simulated.without_faults(topology, sized)
         )
         for line in _simulated.outcomes_table(outcomes):
             print(line)
@@ -231,7 +232,7 @@ def _training(args: argparse.Namespace) -> int:
     )
     for ranks, words in without.items():
         if words:
-            print(f"# {ranks} ranks{words}")
+            print(f"# {counted(ranks, 'rank')}{words}")
     table = training.table()
     print(table.header())
     left_out: dict[str, None] = {}

@@ -34,6 +34,7 @@ from ..config import Settings
 from ..errors import CollectiveError, ConfigError
 from ..tuning import model, tables
 from ..tuning.model import Measurement
+from ..words import counted
 from . import _common, _ranks
 from ._progress import Progress
 from .bench import _collectives
@@ -136,7 +137,8 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
     gpus = backend.gpus()
     useless = backend.why_no_table()
     if comm.rank == 0:
-        print(f"# {comm.size} ranks on {len(set(comm.nodes))} node(s), {backend.links}")
+        nodes = counted(len(set(comm.nodes)), "node")
+        print(f"# {counted(comm.size, 'rank')} on {nodes}, {backend.links}")
         if gpus:
             print(f"# {tables.gpus_in_words(gpus)}; ordinary arrays, {backend.loops}")
         for note in machine.warnings(comm, cores):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..bench.report import bandwidth, bus_factor
-from ..config import format_size
 from ..errors import ConfigError, UnsupportedError
+from ..words import counted, size_words
 from .simulator import Outcome, Simulator, candidates
 from .topology import Topology
 
@@ -137,7 +137,7 @@ _OF_PEERS = {"symmetric": False, "order": None}
 
 def _kind(row: Mapping[str, Any]) -> str:
     """What a row is of beside collective, algorithm and size. What is usual goes without saying."""
-    words = [row["transport"], f"{row['ranks']} ranks", row["device"]]
+    words = [row["transport"], counted(row["ranks"], "rank"), row["device"]]
     for name, usual in (("mode", "host"), ("dtype", "float32"), ("op", "sum")):
         if row.get(name) not in (None, "none", usual):
             words.append(str(row[name]))
@@ -204,12 +204,6 @@ def busbw_gbs(collective: str, ranks: int, nbytes: int, seconds: float) -> float
     return bandwidth(nbytes, seconds) * bus_factor(collective, ranks)
 
 
-def size_text(nbytes: int) -> str:
-    """ "64 KiB"."""
-    text = format_size(nbytes)
-    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
-
-
 def in_words(result: Comparison) -> list[str]:
     """Which algorithm wins where, a line for each number of nodes and winner."""
     lines = []
@@ -217,9 +211,8 @@ def in_words(result: Comparison) -> list[str]:
         ranks = result.topology.with_nodes(nodes).nranks
         parts = []
         for name, low, high in result.stretches(nodes):
-            span = (
-                f"at {size_text(low)}" if low == high else f"{size_text(low)} - {size_text(high)}"
-            )
+            first, last = size_words(low), size_words(high)
+            span = f"at {first}" if low == high else f"{first} - {last}"
             parts.append(f"{name} ({span})")
-        lines.append(f"{nodes} node{'s' * (nodes > 1)}, {ranks} ranks: " + ", ".join(parts))
+        lines.append(f"{counted(nodes, 'node')}, {counted(ranks, 'rank')}: " + ", ".join(parts))
     return lines

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.plot import COLOURS
-from .comparing import WINNER, Comparison, Measured, busbw_gbs, size_text
+from ..words import counted, size_words
+from .comparing import WINNER, Comparison, Measured, busbw_gbs
 from .quantities import seconds_text
 
 _STYLE = """\
@@ -47,7 +48,7 @@ def page(result: Comparison) -> str:
     for nodes in result.nodes:
         ranks = result.topology.with_nodes(nodes).nranks
         where = "within the node" if nodes == 1 else "within and between nodes"
-        words = f"{nodes} node{'s' * (nodes > 1)}, {ranks} ranks: {where}"
+        words = f"{counted(nodes, 'node')}, {counted(ranks, 'rank')}: {where}"
         parts.append(f"<h2>{html.escape(words)}</h2>")
         parts.append(_html(_curves(result, nodes, colours), f"nodes-{nodes}"))
         parts.append(_table(result, nodes, colours))
@@ -101,8 +102,8 @@ def _winners(result: Comparison, names: list[str], colours: dict[str, str]) -> A
         n for n in names if any(n == s[0] for c in result.nodes for s in result.stretches(c))
     ]
     figure = go.Figure()
-    sizes = [size_text(s) for s in result.sizes]
-    rows = [f"{n} node{'s' * (n > 1)}" for n in result.nodes]
+    sizes = [size_words(s) for s in result.sizes]
+    rows = [counted(n, "node") for n in result.nodes]
     for name in winners:
         values: list[list[int | None]] = []
         words: list[list[str]] = []
@@ -156,7 +157,7 @@ def _curves(result: Comparison, nodes: int, colours: dict[str, str]) -> Any:
     outcomes = result.outcomes[nodes]
     for name in result.algorithms(nodes):
         xs = list(outcomes)
-        words = [f"{size_text(x)}, {outcomes[x][name].bottleneck}" for x in xs]
+        words = [f"{size_words(x)}, {outcomes[x][name].bottleneck}" for x in xs]
         _line(
             figure,
             name,
@@ -191,7 +192,7 @@ def _measured_line(
         xs,
         [measured.times[x] * 1e6 for x in xs],
         [busbw_gbs(result.collective, measured.ranks, x, measured.times[x]) for x in xs],
-        {"color": colour, "text": [size_text(x) for x in xs], "dash": "dash"},
+        {"color": colour, "text": [size_words(x) for x in xs], "dash": "dash"},
     )
 
 
@@ -232,7 +233,7 @@ def _axes(figure: Any) -> Any:
 def _table(result: Comparison, nodes: int, colours: dict[str, str]) -> str:
     """Times of all, the fastest in its colour."""
     outcomes = result.outcomes[nodes]
-    head = "".join(f"<th>{size_text(nbytes)}</th>" for nbytes in outcomes)
+    head = "".join(f"<th>{size_words(nbytes)}</th>" for nbytes in outcomes)
     rows = []
     for name in result.algorithms(nodes):
         cells = []

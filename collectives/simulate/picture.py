@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..bench.plot import COLOURS, MARKERS, short_size
+from ..words import counted
 from .comparing import WINNER, Comparison
 
 
@@ -55,7 +56,9 @@ def picture(result: Comparison, path: str) -> None:
         panel.xaxis.set_minor_locator(NullLocator())
         panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         ranks = result.topology.with_nodes(nodes).nranks
-        panel.set_title(f"{nodes} node{'s' * (nodes > 1)}, {ranks} ranks", loc="left", fontsize=10)
+        panel.set_title(
+            f"{counted(nodes, 'node')}, {counted(ranks, 'rank')}", loc="left", fontsize=10
+        )
         panel.set_xlabel("bytes")
         panel.set_ylabel("bus bandwidth, GB/s")
         panel.grid(True, color="#eaeef2", linewidth=0.8)

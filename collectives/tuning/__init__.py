@@ -15,9 +15,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _core
-from ..config import Rule, format_size
+from ..config import Rule
 from ..errors import TopologyError, did_you_mean
 from ..schedule import algorithms, why_unsupported
+from ..words import size_words
 
 if TYPE_CHECKING:
     from .tables import Table
@@ -41,12 +42,6 @@ ASSEMBLED = 16 << 10
 ASSEMBLED_BY_NODE = 128 << 10
 # The composition that does so.
 BY_NODE = "hierarchical(direct_two_shot, direct_one_shot)"
-
-
-def size_words(nbytes: int) -> str:
-    """ "64 KiB"."""
-    text = format_size(nbytes)
-    return f"{text[:-1]} {text[-1]}iB" if text[-1] in "KMGT" else f"{text} B"
 
 
 class Choice(NamedTuple):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ..config import DEFAULT_STAGING, checked_bytes, format_size
 from ..errors import UnsupportedError
 from ..schedule import algorithms, schedule
-from . import ANY_SIZE, Tuner, model, size_words
+from ..words import counted, size_words
+from . import ANY_SIZE, Tuner, model
 from .device import WAYS, device_algorithm
 from .rails import NEAR, Between, parts_of, why_not_placed, why_staged
 
@@ -248,7 +249,7 @@ def _ranking(found: Sequence[Candidate], choice: str, with_measured: bool) -> li
 
 
 def _cost(c: Candidate) -> str:
-    words = f"{c.steps} step{'s' * (c.steps != 1)}, {_amount(c.sent)} sent by a rank"
+    words = f"{counted(c.steps, 'step')}, {_amount(c.sent)} sent by a rank"
     if c.between:
         words += f", {_amount(c.between)} by a node to others"
     if c.predicted is not None:
@@ -271,10 +272,10 @@ def _table(tuner: Tuner, collective: str) -> str:
 
 def _ranks(nodes: Sequence[int]) -> str:
     counts = list(Counter(nodes).values())
-    words = f"{len(nodes)} rank{'s' * (len(nodes) != 1)} on {len(counts)} node"
+    words = f"{counted(len(nodes), 'rank')} on {counted(len(counts), 'node')}"
     if len(counts) > 1:
         each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
-        words += f"s ({each})"
+        words += f" ({each})"
     return words
 
 
