@@ -24,6 +24,9 @@ from .errors import CollectiveError, ConfigError
 FORMAT = "collectives flight recorder"
 VERSION = 1
 
+# Where COLLECTIVES_DUMP led when it was first read: the program may go to another directory.
+_directories: dict[str, str] = {}
+
 
 def dump_when_told(directory: str) -> None:
     """Sets up what COLLECTIVES_DUMP asks for; nothing where it is empty.
@@ -32,11 +35,24 @@ def dump_when_told(directory: str) -> None:
     """
     if not directory:
         return
-    if not os.path.isdir(directory):
+    whole = _directories.get(directory) or os.path.abspath(directory)
+    if not os.path.isdir(whole):
         raise ConfigError(f"COLLECTIVES_DUMP {directory!r} is no directory")
-    _core.set_dump_directory(directory)
+    _set_directory(whole, "COLLECTIVES_DUMP")
+    _directories[directory] = whole
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         _core.dump_on_signal(signal.SIGUSR1)
+
+
+def _in_utf8(text: str) -> str:
+    """The same, but for what is no Unicode, such as odd bytes of file names: the core has none."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _set_directory(whole: str, name: str) -> None:
+    if _in_utf8(whole) != whole:
+        raise ConfigError(f"{name} {whole!r} is no text in UTF-8; dumps need another place")
+    _core.set_dump_directory(whole)
 
 
 @contextlib.contextmanager
@@ -68,7 +84,7 @@ def starting(directory: str, rank: int | None, size: int | None) -> Iterator[Non
             if rank is None and error.rank is not None:
                 start["rank"] = error.rank
         _core.note_start(json.dumps({**start, "error": failure}))
-        _core.dump_process(f"init failed: {error}")
+        _core.dump_process(_in_utf8(f"init failed: {error}"))
         raise
     _core.note_start("")
 
@@ -80,7 +96,7 @@ def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[st
     Works in whatever the process is stuck: the file is written by a thread that needs no lock of
     Python's.
     """
-    _core.set_dump_directory(os.fspath(directory))
+    _set_directory(os.path.abspath(os.fsdecode(directory)), "directory")
     _core.dump_on_signal(number)
 
 

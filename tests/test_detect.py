@@ -234,6 +234,16 @@ def test_loopback():
             "variable MASTER_PORT is not set",
         ),
         (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"},
+            BootstrapError,
+            "MASTER_PORT is 0, which is no port",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "70000"},
+            BootstrapError,
+            "MASTER_PORT is 70000, which is no port",
+        ),
+        (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"},
             BootstrapError,
             "without a secret: anybody could join. Set COLLECTIVES_SECRET on all ranks",

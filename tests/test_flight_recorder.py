@@ -231,6 +231,37 @@ def test_the_directory_must_be_there(tmp_path, monkeypatch):
         cc.init("solo")
 
 
+def test_the_directory_is_named_in_text(tmp_path, monkeypatch):
+    (tmp_path / "\udcff").mkdir()
+    monkeypatch.setenv("COLLECTIVES_DUMP", str(tmp_path / "\udcff"))
+    with pytest.raises(cc.ConfigError, match=r"COLLECTIVES_DUMP '.*udcff' is no text in UTF-8"):
+        cc.init("solo")
+    with pytest.raises(cc.ConfigError, match=r"directory '.*udcff' is no text in UTF-8"):
+        cc.dump_on_signal(signal.SIGUSR2, tmp_path / "\udcff")
+
+
+def test_dumps_stay_where_the_program_was_when_it_began(tmp_path):
+    """It may change its directory; here it also fails to start once, with odd letters in the error,
+    and then again.
+    """
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    program = (
+        "import collectives as cc, os\n"
+        "from collectives.flight_recorder import starting\n"
+        "cc.init('solo').close()\n"
+        "os.chdir('elsewhere')\n"
+        "try:\n"
+        "    with starting('dumps', 0, 2): raise cc.BootstrapError('no \\udcff')\n"
+        "except cc.BootstrapError: pass\n"
+        "cc.init('solo').close()\n"
+    )
+    env = {**os.environ, "COLLECTIVES_DUMP": "dumps"}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, timeout=60, check=True)
+    (file,) = (tmp_path / "dumps").iterdir()
+    assert json.loads(file.read_text())["reason"] == "init failed: no \\udcff"
+
+
 def test_a_signal_makes_stuck_ranks_dump(tmp_path):
     """They wait in the core, or sleep in Python; the handler needs neither."""
     env = {"COLLECTIVES_DUMP": str(tmp_path)}

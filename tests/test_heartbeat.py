@@ -84,5 +84,17 @@ def test_what_the_kernel_is_told():
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == seconds * 1000
 
 
+def test_a_heartbeat_longer_than_the_kernel_waits():
+    """It refuses such times; so the server ended, and ranks found nobody."""
+    with socket.socket() as sock:
+        tune(sock, cc.config.LONGEST)
+        seconds = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        assert seconds == sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 32767
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4 * seconds * 1000
+    server, ranks = meet(2, 86400.0)
+    run_all(*(rank.close for rank in ranks))
+    server.stop()
+
+
 def test_the_variable():
     assert cc.config.Settings({"COLLECTIVES_HEARTBEAT": "7.5"}).heartbeat == 7.5

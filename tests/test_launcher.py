@@ -37,13 +37,12 @@ def launch(tmp_path):
             script = tmp_path / "script.py"
             script.write_text(PRELUDE + textwrap.dedent(code))
             command.append(str(script))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             env={name: v for name, v in os.environ.items() if not name.startswith("COLLECTIVES_")},
-            **options,
+            **(pipes | options),
         )
         started.append(process)
         return process
@@ -83,6 +82,24 @@ def test_ranks_meet(launch):
     assert (status, err) == (0, "")
     expected = "tcp [b'0', b'1', b'2'] {} []"
     assert sorted(out.splitlines()) == [f"[{r}] {expected.format(r)}" for r in range(3)]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_ranks_end_where_nobody_takes_what_they_write(launch, full):
+    """A pipe that the launcher no longer reads would stop them for ever."""
+    if full:
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    code = "for i in range(20_000): print('x' * 99, flush=True)"
+    process = launch("-n", "2", "--label", code=code, stdout=target)
+    os.close(target)
+    status, _, err = finish(process)
+    assert status == 1
+    assert "BrokenPipeError" in err  # of the ranks
+    assert ("writes cannot be passed on: No space left on device" in err) is full
+    assert "Exception" not in err
 
 
 def test_nodes_and_timeout(launch):

@@ -11,7 +11,7 @@ import time
 import pytest
 from bootstraps import LOOPBACK, SECRET, join, run_all, serving
 
-from collectives.bootstrap import Tcp, client, listen, wire
+from collectives.bootstrap import Tcp, client, is_loopback, listen, wire
 from collectives.bootstrap import server as server_module
 from collectives.errors import BootstrapError, ClosedError, CollectiveError
 
@@ -136,6 +136,16 @@ def test_nothing_listens():
         address = sock.getsockname()
     with pytest.raises(BootstrapError, match=r"rank 1 of 2 reached no rendezvous at .* in 0.3 s"):
         Tcp(address, rank=1, size=2, timeout=0.3)
+
+
+def test_a_name_that_no_host_can_have():
+    """Python's resolver has an error of its own for these."""
+    for name in ("node..7", "n" * 64, "\udcff"):
+        with pytest.raises(BootstrapError, match="is no name of a host"):
+            Tcp((name, 1), rank=1, size=2, timeout=5)
+        with pytest.raises(BootstrapError, match="is unknown"):
+            listen(name)
+        assert not is_loopback(name)
 
 
 def strangers():

@@ -124,6 +124,11 @@ def test_secret_files_are_private(tmp_path):
             read_secret(Settings({"COLLECTIVES_SECRET_FILE": str(file)}))
 
 
+def test_a_secret_may_be_any_bytes():
+    raw = b"\xff\xfe of sixteen bytes"
+    assert read_secret(Settings({"COLLECTIVES_SECRET": os.fsdecode(raw)})) == raw
+
+
 def test_the_launcher_makes_a_new_secret_for_each_job():
     program = Path(__file__).with_name("workers") / "secret_of_job.py"
     command = [sys.executable, "-m", "collectives", "run", "-n", "2", str(program)]

@@ -21,7 +21,7 @@ def listen(host: str, port: int = 0, *, backlog: int = 1024) -> socket.socket:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter: no name of a host at all
         raise BootstrapError(f"the address {host!r} is unknown: {error}") from error
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
     """True if every address of `host` reaches this machine only."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return False
     return all(
         ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found
@@ -94,7 +94,7 @@ def read_secret(settings: Settings) -> bytes:
         secret = _read_private(settings.secret_file, name)
     else:
         name = "COLLECTIVES_SECRET"
-        secret = settings.secret.strip().encode()
+        secret = os.fsencode(settings.secret.strip())  # any bytes
         if not settings.secret:
             return b""
     if len(secret) < _MIN_SECRET:

@@ -145,6 +145,11 @@ class Tcp(Base):
                 except BaseException:
                     sock.close()
                     raise
+            except UnicodeError as error:
+                raise BootstrapError(
+                    f"the address {self._address[0]!r} is no name of a host: {error}",
+                    rank=self.rank,
+                ) from error
             except OSError as error:
                 if isinstance(error, CollectiveError):
                     raise

@@ -262,8 +262,12 @@ class Server:
         except OSError:  # gone again, or no descriptor is free: whoever it was tries again
             time.sleep(0.01)
             return
-        sock.setblocking(False)
-        tune(sock, self._heartbeat)
+        try:
+            sock.setblocking(False)
+            tune(sock, self._heartbeat)
+        except OSError:  # one connection of many
+            sock.close()
+            return
         self._admit(
             sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         )

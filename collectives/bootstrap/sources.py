@@ -116,6 +116,16 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     return int(text)
 
 
+def _master_port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 0 < port < 65536:  # getaddrinfo would take 70000 for 4464
+        raise BootstrapError(
+            f"the environment variable MASTER_PORT is {port}, which is no port that ranks could "
+            "meet at; ports are 1 to 65535"
+        )
+    return port
+
+
 def claimed(environ: Mapping[str, str], settings: Settings) -> tuple[int | None, int | None]:
     """The rank that the environment says this process is, and of how many; None where it does not
     say, or says no number.
@@ -187,7 +197,7 @@ def _from_tcp(environ: Mapping[str, str], settings: Settings, timeout: float) ->
     from .addresses import read_secret
     from .hosting import meet
 
-    port = settings.port or _integer(environ, "MASTER_PORT")
+    port = settings.port or _master_port(environ)
     return meet(
         host,
         port,
@@ -241,7 +251,7 @@ def _from_torchrun(environ: Mapping[str, str], settings: Settings, timeout: floa
         raise BootstrapError(
             f"torchrun started this process, but torch does not load: {error}"
         ) from error
-    host, port = environ.get("MASTER_ADDR", "").strip(), _integer(environ, "MASTER_PORT")
+    host, port = environ.get("MASTER_ADDR", "").strip(), _master_port(environ)
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:

@@ -37,6 +37,7 @@ FRAME_LIMIT = 1 << 28  # bytes of any other: far above what set-up needs, far be
 HANDSHAKE_SECONDS = 10.0
 GRACE = 5.0  # seconds that a rank waits past its deadline for the server to say who is missing
 FOREVER = 1e9  # seconds
+_LONGEST_IDLE = 32767  # seconds: the kernel refuses more (MAX_TCP_KEEPIDLE)
 
 
 def prove(secret: bytes, role: bytes, server_nonce: bytes, rank_nonce: bytes) -> bytes:
@@ -203,20 +204,21 @@ def unpack_failure(payload: bytes) -> Failure:
 
 def tune(sock: socket.socket, heartbeat: float = DEFAULT_HEARTBEAT) -> None:
     """Small messages at once; and the kernel asks the other host now and then whether it is there,
-    so that one which vanished without a word is noticed within `heartbeat` seconds (3 at least).
+    so that one which vanished without a word is noticed within `heartbeat` seconds (3 at least, and
+    a day and a half at most, the longest that the kernel waits).
 
     The kernels of both hosts do it, whatever the programs compute; the end of a process they tell
     of at once.
     """
-    idle = max(1, round(heartbeat / 2))  # quiet for so long, then three questions
-    every = max(1, int((heartbeat - idle) / 3))
+    idle = min(max(1, round(heartbeat / 2)), _LONGEST_IDLE)  # so long quiet, then three questions
+    every = min(max(1, int((heartbeat - idle) / 3)), _LONGEST_IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", idle),
         ("TCP_KEEPINTVL", every),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", max(1, int(heartbeat * 1000))),
+        ("TCP_USER_TIMEOUT", max(1, int(min(heartbeat, idle + 3 * every) * 1000))),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -305,10 +305,8 @@ class _Job:
                 (rank.process.stderr, sys.stderr),
             ):
                 if source is not None:
-                    label = f"[{rank.rank}] ".encode()
-                    printer = threading.Thread(
-                        target=_print, args=(source, target.buffer, label, lock), daemon=True
-                    )
+                    arguments = (source, target.fileno(), rank.rank, lock)
+                    printer = threading.Thread(target=_print, args=arguments, daemon=True)
                     printer.start()
                     self._printers.append(printer)
 
@@ -332,11 +330,21 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-def _print(source: IO[bytes], target: IO[bytes], label: bytes, lock: threading.Lock) -> None:
-    for line in source:
-        with lock:
-            target.write(label + line.rstrip(b"\n") + b"\n")
-            target.flush()
+def _print(source: IO[bytes], target: int, rank: int, lock: threading.Lock) -> None:
+    """Passes on what a rank writes. Where that fails the rank's own writing fails too, as it would
+    without labels: a pipe that nobody reads would stop it for ever.
+    """
+    with source:
+        try:
+            for line in source:
+                rest = memoryview(f"[{rank}] ".encode() + line.rstrip(b"\n") + b"\n")
+                with lock:
+                    while rest:
+                        rest = rest[os.write(target, rest) :]
+        except BrokenPipeError:
+            pass  # the reader of our output, such as `head`, has seen enough
+        except OSError as error:
+            _tell(f"what rank {rank} writes cannot be passed on: {error.strerror}")
 
 
 def _end_in_words(code: int) -> str:
