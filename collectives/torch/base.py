@@ -163,9 +163,9 @@ class BaseGroup(dist.ProcessGroup):
         """Makes a call that is ready: at once if torch wants to wait for it, else in the
         background.
         """
-        key = next_key()
         if call.device is not None:
             return self._make_on_gpu(call, call.device, outputs, opts)
+        key = next_key()
         if key is not None and self._size > 1:
             return self._hand_over(
                 [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts

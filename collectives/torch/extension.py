@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 import warnings
-from pathlib import Path
 from typing import Any
 
 import collectives
@@ -19,27 +19,31 @@ _PREFIX = "_torch_"
 
 
 def built_for() -> list[str]:
-    """The releases of torch that this build has an extension for, as 2.13."""
-    found = {
-        file.name.split(".")[0].removeprefix(_PREFIX).replace("_", ".")
-        for directory in collectives.__path__
-        for file in Path(directory).glob(f"{_PREFIX}*.so")
-    }
+    """The releases of torch that this build has an extension for, as 2.13, for this Python."""
+    found = [
+        module.name.removeprefix(_PREFIX).replace("_", ".")
+        for module in pkgutil.iter_modules(collectives.__path__)
+        if module.name.startswith(_PREFIX)
+    ]
     return sorted(found, key=lambda release: [int(part) for part in release.split(".")])
 
 
 @functools.cache
 def load(version: str) -> Any:
     """The extension for a torch of this version; None where there is none, with a warning where
-    there are ones for others.
+    there are ones for others, or it cannot be loaded.
     """
     release = ".".join(version.split(".")[:2])
-    others = built_for()
-    if release in others:
-        return importlib.import_module(f"collectives.{_PREFIX}{release.replace('.', '_')}")
-    if others:
+    releases = built_for()
+    why = f"this is {version}"
+    if release in releases:
+        try:
+            return importlib.import_module(f"collectives.{_PREFIX}{release.replace('.', '_')}")
+        except ImportError as error:  # of another build of that release
+            why = f"that cannot be loaded: {error}"
+    if releases:
         warnings.warn(
-            f"collectives was built for torch {', '.join(others)}, and this is {version}: calls on "
+            f"collectives was built for torch {', '.join(releases)}, and {why}: calls on "
             "CUDA tensors are made in Python, which takes longer on the host; pip install "
             "--no-build-isolation builds it for this torch",
             RuntimeWarning,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +21,12 @@ class Future(torch.futures.Future):
     another rank may reach them in the other order, and wait for the one that has not begun here. So
     where torch would run a callback at once, because the future is complete, a thread runs it. Of
     the callbacks of one future all but one run on threads of their own, and that one on the thread
-    that completes the future. On CUDA devices calls do not wait, and callbacks run as torch has it,
-    which sets their streams.
+    that completes the future.
     """
 
-    def __init__(self, key: int, devices: Sequence[Any] = ()) -> None:
-        super().__init__(devices=list(devices))
+    def __init__(self, key: int) -> None:
+        super().__init__()
         self._key = key
-        self._devices = devices
         self._branches = 0
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -37,7 +35,7 @@ class Future(torch.futures.Future):
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
         key = self._branch()
-        child = Future(key, self._devices)
+        child = Future(key)
 
         def run() -> None:
             try:
@@ -66,9 +64,6 @@ class Future(torch.futures.Future):
             return mix(self._key, self._branches)
 
     def _when_complete(self, run: Callable[[], None]) -> None:
-        if self._devices:
-            super().add_done_callback(lambda _: run())
-            return
         with self._lock:
             late = self.done()
             if not late:

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from ..array import Stream
 from ..array.torch_streams import current_stream, raw_stream
+from ..untraced import untraced
 from . import extension
 from .streams import Side, StreamWork
 from .tensors import Call, Op, Tensor, op_for
-from .tracks import Plan, in_callback
+from .tracks import Plan
 
 if TYPE_CHECKING:
     from .group import CollectivesGroup
@@ -63,6 +64,7 @@ def _plan(
     )
 
 
+@untraced  # C++ calls it
 def _plan_for_extension(
     kind: str,
     group: CollectivesGroup,
@@ -114,7 +116,6 @@ class ShortWays:
             or tensor.is_conj()
             or tensor.is_neg()
             or group._coalesced is not None
-            or in_callback()
         ):
             return None
         device = tensor.device

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.futures
 
 from .. import _core
 from ..array import Stream
 from ..array.torch_streams import current_stream, with_stream
-from .futures import Future
 from .untraced import untraced_methods
 from .work import NO_TIMEOUT, for_future
 
@@ -103,7 +103,7 @@ class StreamWork(dist.Work):
         self._device = device
         self._stream = torch.cuda.current_stream(device) if stream is None else stream
         self._ended = ended
-        self._future: Future | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Makes the current stream wait for the call; returns at once. What goes wrong in the call
@@ -134,11 +134,12 @@ class StreamWork(dist.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Future:
-        """Complete from the start for the host. torch makes the streams of its callbacks, and of
-        who waits for it, wait for the stream that is current where it is completed.
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Complete from the start for the host, so callbacks run where they are added: in the order
+        of the program, as a part of it, without keys. torch makes their streams, and that of who
+        waits, wait for the stream that is current where the future is completed.
         """
         if self._future is None:
-            future = self._future = Future(0, [self._device])
+            future = self._future = torch.futures.Future(devices=[self._device])
             with_stream(self._stream, lambda: future.set_result(for_future(self._outputs)))
         return self._future

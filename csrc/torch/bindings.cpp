@@ -34,6 +34,18 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// Lets go of the GIL, if this thread has it: where there is no room on a stream yet, CUDA waits,
+// and what makes room may need another thread of Python.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyGILState_Check() != 0) released_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
+
 // A call on a stream, for which the host does not wait. One beside the stream that computes ends
 // with `put`; one on it is ordered as it is.
 class StreamWork final : public c10d::Work {
@@ -56,6 +68,7 @@ class StreamWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
 
   void synchronize() override {
+    const WithoutGil released;
     if (ended_) ended_->block(current_stream(stream_.device()));
   }
   void blockCurrentStream() override { synchronize(); }
@@ -67,6 +80,7 @@ class StreamWork final : public c10d::Work {
   // Complete from the start for the host. Of a list that C++ can read: what Python puts into a
   // future is pickled to find the tensors in it.
   c10::intrusive_ptr<Future> getFuture() override {
+    const WithoutGil released;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!future_) {
       auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
@@ -255,6 +269,7 @@ class Method {
     {
       const Locked locked(lock_);
       if (plan.side != nullptr) {
+        const WithoutGil released;
         plan.side->before.record(current);
         plan.side->before.block(stream);
       }
@@ -262,9 +277,11 @@ class Method {
       const py::object done = py::reinterpret_steal<py::object>(
           PyObject_Vectorcall(plan.call.ptr(), arguments.data(), arguments.size(), nullptr));
       if (!done) throw py::error_already_set();
+      const WithoutGil released;
       work->put(plan.side != nullptr);
     }
     if (plan.side != nullptr) {  // so that their memory is given to nobody else before
+      const WithoutGil released;
       asked.target.record_stream(stream);
       if (!asked.source.is_same(asked.target)) asked.source.record_stream(stream);
     }

@@ -23,6 +23,7 @@ struct State {
   c10::StreamId current = 0;
   std::int64_t made = 0;               // events
   std::int64_t living = 0;             // of them
+  std::int64_t with_gil = 0;           // things put on streams by a thread that had the GIL
   std::map<std::int64_t, bool> ended;  // by number
 };
 
@@ -39,6 +40,12 @@ std::string name(void* event) {
 void say(const std::string& what) {
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().said.push_back(what);
+}
+
+// Says what is put on a stream. CUDA waits for room there.
+void put(const std::string& what) {
+  say(what);
+  state().with_gil += PyGILState_Check();
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -70,10 +77,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       *event = reinterpret_cast<void*>(++state().made);
       ++state().living;
     }
-    say(name(stream) + ": " + name(*event));
+    put(name(stream) + ": " + name(*event));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    say(name(stream) + " waits for " + name(event));
+    put(name(stream) + " waits for " + name(event));
   }
   bool queryEvent(void* event) const override {
     return state().ended[reinterpret_cast<std::int64_t>(event)];
@@ -87,7 +94,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
-  say(name(stream) + " uses " + std::to_string(tensor.numel()) + " elements");
+  put(name(stream) + " uses " + std::to_string(tensor.numel()) + " elements");
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("record_stream", record_stream); }
@@ -114,6 +121,7 @@ PYBIND11_MODULE(pretended_gpu, m) {
   });
   m.def("end", [](std::int64_t event) { state().ended[event] = true; });
   m.def("living_events", [] { return state().living; });
+  m.def("with_gil", [] { return std::exchange(state().with_gil, 0); });
   m.def("set_current", [](c10::StreamId stream) { state().current = stream; });
   m.attr("device_type") = static_cast<std::int64_t>(kType);
 }

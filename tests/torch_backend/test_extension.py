@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib.util
 import subprocess
+import sys
 import sysconfig
 import threading
 import warnings
 import weakref
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,8 @@ import pytest
 from with_torch import torch
 
 import collectives
-from collectives.torch import extension
+from collectives.torch import extension, short, streams, tracks
+from collectives.torch.tracks import Plan
 
 pytestmark = pytest.mark.torch
 
@@ -94,6 +97,7 @@ def group(gpu: Any) -> Any:
     made = Group(gpu)
     yield made
     gpu.set_current(MAIN)
+    assert gpu.with_gil() == 0  # where a stream has no room CUDA waits
 
 
 def tensor(gpu: Any, count: int = 4, dtype: Any = torch.float32) -> Any:
@@ -274,6 +278,76 @@ def test_a_call_of_a_group_that_is_gone_raises(gpu: Any) -> None:
     assert gone() is None
     with pytest.raises(RuntimeError, match="the process group is gone"):
         method([tensor(gpu)], options())
+
+
+def test_dynamo_does_not_look_into_plans(
+    gpu: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a compiled program makes the first call of a size."""
+    compiling = []
+
+    def plan(*_: Any) -> Plan:
+        compiling.append(torch.compiler.is_compiling())
+        return Plan(group.core, ("options", HANDLE, 2, 3, 4, 5, None, None, *range(8, 15)))
+
+    monkeypatch.setattr(short, "_plan", plan)
+    planner = partial(short._plan_for_extension, "all_reduce")
+    native = extension.load(torch.__version__)
+    method = native.Method("all_reduce", group, planner, Group.slow, group.track, lambda _: 10)
+    x, opts = tensor(gpu), options(asynchronous=False)
+
+    @torch.compiler.disable(recursive=False)  # as torch.distributed is
+    def call() -> None:
+        method([x], opts)
+
+    def step(y: Any) -> Any:
+        call()
+        return y * 2
+
+    torch.compile(step, backend="eager")(torch.zeros(3))
+    assert group.track.calls == 1 and compiling == [False]
+
+
+def test_callbacks_of_the_futures_of_calls_in_python_have_no_keys(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in the program's order on all ranks, so their calls are some of the program's."""
+    monkeypatch.setattr(streams, "with_stream", lambda stream, do: do())
+    x = tensor(gpu)
+    seen: list[Any] = []
+    future = streams.StreamWork([x], x.device, stream=object()).get_future()
+    child = future.then(lambda f: seen.append((tracks.in_callback(), f.value()[0] is x)) or 3)
+    assert seen == [(False, True)] and child.wait() == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [("2.10.0+cpu", ""), ("2.11.0a0+git1", "2_11"), ("3.0.1", "3_0")]
+)
+def test_a_build_takes_a_torch_that_this_backend_knows(
+    tmp_path: Path, version: str, found: str
+) -> None:
+    package = tmp_path / "torch"
+    (package / "include").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text(f"__version__ = '{version}'\n")
+    finder = Path(__file__).resolve().parents[2] / "csrc" / "torch" / "find_torch.py"
+    said = subprocess.run(
+        [sys.executable, finder], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert said.stdout == (f"{found};{package}" if found else "")
+    assert said.returncode == (not found)
+    assert ("older than 2.11" in said.stderr) == (not found)
+
+
+def test_an_extension_for_another_python_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("_torch_2_98.cpython-39-x86_64-linux-gnu.so", "_torch_2_99.so", "_torch_2_9.so"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(collectives, "__path__", [str(tmp_path)])
+    assert extension.built_for() == ["2.9", "2.99"]
+    with pytest.warns(RuntimeWarning, match=r"2\.99, and that cannot be loaded: .*_torch_2_99\.so"):
+        assert extension.load.__wrapped__("2.99.1") is None
 
 
 def test_an_extension_for_another_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

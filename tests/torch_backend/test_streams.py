@@ -12,7 +12,7 @@ from with_torch import torch
 
 from collectives import _core
 from collectives.array import Stream
-from collectives.torch import base, streams, tensors
+from collectives.torch import base, streams, tensors, tracks
 from collectives.torch.tracks import Step
 
 pytestmark = pytest.mark.torch
@@ -154,6 +154,15 @@ def test_an_asynchronous_call_goes_on_a_side_stream(log: Log) -> None:
     assert work.is_completed()
 
 
+def test_a_call_in_a_callback_of_a_future_has_no_key(log: Log) -> None:
+    """So it does not count there, whichever way it goes."""
+    made = group(log)
+    made._make_on_gpu = partial(base.BaseGroup._make_on_gpu, made)
+    with tracks.Callback(5):
+        base.BaseGroup._make(made, a_call(log, []), [], SimpleNamespace(asyncOp=True))
+        assert tracks.next_key() == tracks.mix(5, 1)
+
+
 def test_wait_makes_the_stream_wait_that_is_current_then(log: Log) -> None:
     work = group(log).make(a_call(log, []), [], SimpleNamespace(asyncOp=True))
     log.current = 2
@@ -174,13 +183,13 @@ def test_a_future_is_completed_on_the_stream_of_its_call(
     """torch records its events where a future is completed."""
 
     class Future:
-        def __init__(self, key: int, devices: list[Any]) -> None:
+        def __init__(self, *, devices: list[Any]) -> None:
             log.say(f"future on {devices}")
 
         def set_result(self, value: Any) -> None:
             log.say(f"complete with {value}")
 
-    monkeypatch.setattr(streams, "Future", Future)
+    monkeypatch.setattr(torch.futures, "Future", Future)
     x = OnGpu()
     work = group(log).make(a_call(log, []), [x], None)
     before = len(log.said)
