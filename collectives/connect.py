@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 from . import _core, hardware
 from .bootstrap import Bootstrap, Mpi, ask, host_key, host_parts, node_key, why_apart
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from .tuning.tables import Table
 
 # Regions of thread ranks, by the job of their bootstrap: the creator puts it here, the others find
-# it.
-_thread_regions: dict[str, Region] = {}
+# it. It is here as long as the creator sets its communicator up.
+_thread_regions: WeakValueDictionary[str, Region] = WeakValueDictionary()
 
 
 class Connection(NamedTuple):
@@ -161,7 +162,6 @@ def connect(
     core.watch_peers()
     if region is not None and not threads:
         region.close_handle()
-    _thread_regions.pop(bootstrap.job, None)
     transports = core.transports
     if mpi is not None:  # a rank that is alone on its node has no use for shared memory itself
         transports = "shm+mpi" if max(reach.sizes) > 1 else "mpi"

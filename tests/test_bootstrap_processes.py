@@ -24,6 +24,25 @@ def test_processes(port):
     assert ended == [(0, "[b'0', b'1', b'2']\nb'1' True\n", "")] * 3
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_meets_the_others_however_often_they_had_tried(port, early):
+    code = """
+    me, early = int(os.environ["ME"]), int(os.environ["EARLY"])
+    os.environ.update(RANK=str(me), WORLD_SIZE="2")
+    for timeout in (0.3, 0.3, 15) if me == early else (15,):
+        try:
+            comm = detect(timeout=timeout)
+        except BootstrapError:
+            print("failed", flush=True)
+    print(comm.all_gather(b"%d" % me))
+    comm.close()
+    """
+    first = start(code, port=port, EARLY=str(early), ME=str(early))
+    assert [first.stdout.readline() for _ in range(2)] == ["failed\n"] * 2
+    second = start(code, port=port, EARLY=str(early), ME=str(1 - early))
+    assert finish([first, second]) == [(0, "[b'0', b'1']\n", "")] * 2
+
+
 def test_a_process_that_ends_without_a_word(port):
     """Rank 0, the host, leaves without closing: the others get the result that was on its way,
     then an error.

@@ -313,6 +313,18 @@ def test_a_place_without_shared_memory(tmp_path):
     assert "mount" in found["/dev/shm"].cure
 
 
+def test_a_kernel_that_gives_no_segments(monkeypatch):
+    """That is told, with all that can still be found out."""
+
+    def refuse(name):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    found = {f.topic: f for f in system.examine()}
+    assert found["segments"].level == "problem" and "seccomp" in found["segments"].cure
+    assert "sharing" not in found and "processors" in found
+
+
 def test_quota_and_huge_pages(tmp_path):
     (tmp_path / "fs/cgroup").mkdir(parents=True)
     (tmp_path / "fs/cgroup/cpu.max").write_text("50000 100000\n")

@@ -4,12 +4,15 @@ mapping or thread. (What each call leaves is looked at by tests/soak.py, for as 
 
 from __future__ import annotations
 
+import gc
+
 import launch
 import numpy as np
 import pytest
 import soak
 
 import collectives as cc
+from collectives import connect
 
 # The heap settles within a few communicators. What one leaks shows: a region alone has 44 MB of
 # address space, and the few pages of it that are touched make more than SLACK a thousand times.
@@ -76,6 +79,26 @@ def test_worlds_of_threads():
     for _ in range(300):
         cc.run_threads(2, body)
     assert not growth(before, soak.held())
+
+
+def test_set_ups_of_threads_that_fail(tmp_path, monkeypatch):
+    table = tmp_path / "table.json"
+    table.write_text("{")
+    monkeypatch.setenv("COLLECTIVES_TABLE", str(table))
+    with pytest.raises(cc.ConfigError, match=r"table\.json"):
+        cc.run_threads(2, lambda comm: None)
+    gc.collect()
+    assert not connect._thread_regions
+
+
+def test_parts_of_threads_that_are_closed():
+    def body(comm):
+        for _ in range(3):
+            comm.duplicate().close()
+        comm.barrier()
+        return len(comm._bootstrap._hub.children)
+
+    assert cc.run_threads(3, body) == [0] * 3
 
 
 @pytest.mark.parametrize(("launcher", "count"), [("run", 1000), ("openmpi", 300)])

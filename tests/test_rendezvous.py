@@ -25,6 +25,20 @@ def test_a_missing_rank_is_named():
         assert f":{server.address[1]}?" in str(error)
 
 
+def test_ranks_that_try_again_meet():
+    """Who comes late hears why the first try failed, and meets the others in the next one."""
+    with serving(2) as server:
+        for _ in range(2):
+            with pytest.raises(BootstrapError, match="rank 0 of 2 came, rank 1 is missing"):
+                join(server, 0, 2, timeout=0.2)
+        with pytest.raises(BootstrapError, match="rank 0 of 2 came, rank 1 is missing"):
+            join(server, 1, 2)
+        ranks = run_all(*(lambda r=r: join(server, r, 2) for r in range(2)))
+        assert run_all(*(rank.barrier for rank in ranks)) == [None, None]
+        run_all(*(rank.close for rank in ranks))
+        assert not server._meetings and not server._failed
+
+
 def test_a_wrong_world_size_is_told_to_all():
     with serving(3) as server:
         errors = run_all(lambda: join(server, 0, 3), lambda: join(server, 1, 2))

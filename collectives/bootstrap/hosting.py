@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections import Counter
 from typing import ClassVar
 
 from ..config import DEFAULT_HEARTBEAT
@@ -81,15 +82,19 @@ class Hosted:
 # What the last ranks are still to be told leaves before the process does.
 atexit.register(Hosted.stop_all)
 
-# How often this process has joined a world at an address: a second world there has a name of its
-# own.
-_worlds: dict[tuple[str, int], int] = {}
+# How many worlds this process has had at an address: a second world there has a name of its own.
+_worlds: Counter[tuple[str, int]] = Counter()
 
 
 def world_name(key: tuple[str, int]) -> str:
-    count = _worlds.get(key, 0)
-    _worlds[key] = count + 1
-    return "world" if count == 0 else f"world {count}"
+    """That of the next world there."""
+    count = _worlds[key]
+    return f"world {count}" if count else "world"
+
+
+def count_world(key: tuple[str, int]) -> None:
+    """It is had, and the next one is another."""
+    _worlds[key] += 1
 
 
 def meet(
@@ -104,7 +109,11 @@ def meet(
     hosts: bool,
     heartbeat: float = DEFAULT_HEARTBEAT,
 ) -> Tcp:
-    """Joins the world at an address; `hosts`: this rank runs the server there."""
+    """Joins the world at an address; `hosts`: this rank runs the server there.
+
+    After a failure another try is for the same world, since ranks may have tried more or less
+    often.
+    """
     if not secret and not is_loopback(host):
         raise BootstrapError(
             f"ranks would meet at {host}, which other hosts can reach, without a secret: anybody "
@@ -116,7 +125,7 @@ def meet(
     hosted = None
     if hosts:
         hosted = Hosted.open(host, port, size=size, secret=secret, job=job, heartbeat=heartbeat)
-    return Tcp(
+    met = Tcp(
         (host, port),
         rank=rank,
         size=size,
@@ -127,3 +136,5 @@ def meet(
         hosted=hosted,
         heartbeat=heartbeat,
     )
+    count_world((host, port))
+    return met

@@ -53,11 +53,21 @@ class Solo(Base):
 class _Hub:
     """What the threads of a group share."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], parent: _Hub | None = None) -> None:
+        self.parent = parent
         self.group = Group(name, len(ranks))
         self.ranks = ranks
         self.condition = threading.Condition()
         self.children: dict[str, _Hub] = {}
+
+    def leave(self, rank: int) -> None:
+        with self.condition:
+            self.group.leave(rank)
+            self.condition.notify_all()
+            empty = len(self.group.left) == self.group.size
+        if empty and self.parent is not None:
+            with self.parent.condition:
+                self.parent.children.pop(self.group.name, None)
 
     def fail(self, cls: type[CollectiveError], message: str, peer: int | None) -> None:
         with self.condition:
@@ -114,7 +124,7 @@ class Threads(Base):
         members = self._check_members(ranks)
         with self._hub.condition:
             self.check()  # in here: a group that fails from now on tells its parts
-            hub = self._hub.children.setdefault(name, _Hub(name, members))
+            hub = self._hub.children.setdefault(name, _Hub(name, members, self._hub))
         if hub.ranks != members:
             raise MismatchError(
                 f"subgroup {name!r}: rank {self.rank} says its ranks are {members}, another said "
@@ -144,8 +154,6 @@ class Threads(Base):
     def close(self) -> None:
         if self._birth.in_child():
             return  # whoever held the lock is in the parent
-        with self._hub.condition:
-            if not self._closed:
-                self._closed = True
-                self._hub.group.leave(self.rank)
-                self._hub.condition.notify_all()
+        if not self._closed:
+            self._closed = True
+            self._hub.leave(self.rank)

@@ -112,6 +112,7 @@ class _Meeting:
         self.waiting: dict[int, _Wait] = {}
         self.timers: list[_Timer] = []  # of those who wait for the others to come
         self.complete = False
+        self.told: set[int] = set()  # ranks that know why it failed
 
 
 class Server:
@@ -422,6 +423,10 @@ class Server:
             return
         world = name.startswith("world")
         meeting = self._meetings.get(name)
+        if world and meeting is not None and not meeting.complete and rank in meeting.told:
+            # It knows that this one failed, and tries again.
+            self._failed.pop(meeting.group.job, None)
+            meeting = None
         if world and size != self.size:
             message = (
                 f"{connection.where} was told that the world has {size} ranks, but {self._host}, "
@@ -574,6 +579,7 @@ class Server:
         for member in meeting.members.values():
             if not member.told:
                 member.told = True
+                meeting.told.add(member.rank)
                 self._send(member, ERROR, payload)
         job = meeting.group.job
         if job in self._failed:

@@ -230,9 +230,11 @@ def _from_torch_store(rank: int, size: int, timeout: float) -> Bootstrap:
 
 
 def _store_name(key: str) -> str:
-    from .hosting import world_name
+    from .hosting import count_world, world_name
 
-    return f"collectives {world_name((key, 0))}"
+    name = f"collectives {world_name((key, 0))}"
+    count_world((key, 0))  # a store keeps what was in it
+    return name
 
 
 def _from_torchrun(environ: Mapping[str, str], settings: Settings, timeout: float) -> Bootstrap:
