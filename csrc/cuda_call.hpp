@@ -1,9 +1,10 @@
 // What the host half and the kernels of the GPU engine both know: memory layout and call records.
 //
 // Each rank owns an *arena* of device memory, or of pinned memory of the host where GPUs do not
-// reach each other, that all peers map: state, arrivals, FIFOs and packet buffers. A kernel only
-// ever writes into arenas and into the caller's own arrays; it reads its own arena and its own
-// arrays. Plain data, no CUDA headers: nvcc and the host compiler lay it out alike.
+// reach each other, that all peers map: state, arrivals, FIFOs and packet buffers. A kernel writes
+// into arenas, and into the caller's arrays; it reads its own arena and its own arrays. Those of
+// peers it reads and writes only where they are symmetric buffers, or registered. Plain data, no
+// CUDA headers: nvcc and the host compiler lay it out alike.
 #pragma once
 
 #include <cstddef>

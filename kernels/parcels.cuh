@@ -3,7 +3,8 @@
 //
 // A packet is 8 bytes of data with two flags, written with one 16-byte store. The flags say which
 // call it belongs to (44 bits of the epoch, so that a stale packet is never taken for a new one)
-// and of what signature (20 bits of its hash).
+// and of what signature (20 bits of its hash). Either flag says so of its own half, which may come
+// before the other: the second is another for each call, also of calls that are alike.
 //
 // A line is 128 bytes that eight threads write at once: 120 bytes of data, and 8 of the same flags.
 // NVLink keeps a line whole, so its one flag tells of all of it. PTX does not promise that: lines
@@ -156,7 +157,12 @@ struct Flags {
   u32 first, second;
   __device__ Flags(const OneShotCall& call, u64 epoch)
       : first(static_cast<u32>(epoch)),
-        second(static_cast<u32>(epoch >> 32) << 20 | (call.head.hash & 0xfffffu)) {}
+        second((static_cast<u32>(epoch >> 32) << 20 | (call.head.hash & 0xfffffu)) ^
+               first * kSpread) {}
+
+ private:
+  // Odd: each epoch's product is another. Its bits are far from those of the hash.
+  static constexpr u32 kSpread = 0x9e3779b1u;
 };
 
 // How units travel: kUnits of a thread in each parcel, which kHands threads of a warp handle.
@@ -215,8 +221,9 @@ struct Lines {
   __device__ bool open(const Found& part, u64* unit, const Flags& flags, u64& seen) const {
     unit[0] = part.low;
     unit[1] = part.high;
-    seen = __shfl_sync(kTogether, part.high, kLineThreads - 1, kLineThreads);
-    return __all_sync(kTogether, seen == flag_of(flags)) != 0;
+    const u64 flag = __shfl_sync(kTogether, part.high, kLineThreads - 1, kLineThreads);
+    seen = static_cast<u32>(flag);  // of the epoch
+    return __all_sync(kTogether, flag == flag_of(flags)) != 0;
   }
 };
 

@@ -48,7 +48,9 @@ class Rooted : public Sharing<A> {
       if (!(hand_on(c) && push(c + 2))) return false;
       if (c > 0 && !collect(c - 1)) return false;
     }
-    return collect(call_.chunks - 1);
+    // Who takes nothing tells nothing at the end, for the meeting of its crew that nothing else may
+    // follow (fifo.cuh): that of the ranks, if there are one or two chunks.
+    return collects_ ? collect(call_.chunks - 1) : tell(false, false);
   }
 
  private:

@@ -34,14 +34,18 @@ MUTANTS = (
         "test_one_shot and packets-3",
     ),
     Mutant(
+        "packets of calls that are alike with the same second flag", "parcels.cuh",
+        "first * kSpread)", "0u)", "test_hurried and one_shot-packets",
+    ),
+    Mutant(
         "packets with one buffer for all calls", "direct_one_shot.cu",
         "const int parity = static_cast<int>(epoch & 1);", "const int parity = 0;",
         "test_hurried and one_shot",
     ),
     Mutant(
         "lines that do not look at the flag", "parcels.cuh",
-        "return __all_sync(kTogether, seen == flag_of(flags)) != 0;",
-        "return __all_sync(kTogether, seen == flag_of(flags) || true) != 0;",
+        "return __all_sync(kTogether, flag == flag_of(flags)) != 0;",
+        "return __all_sync(kTogether, flag == flag_of(flags) || true) != 0;",
         "test_one_shot and lines-3",
     ),
     Mutant(

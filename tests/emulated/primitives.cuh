@@ -28,16 +28,19 @@ inline Two load_two(const u64* p) { return {load_relaxed(p), load_relaxed(p + 1)
 inline void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 
-// Only halves of 8 bytes arrive together, and in any order: the second half goes first, and others
-// take their turn before the first goes.
+// Only halves of 8 bytes arrive together, and in any order: either goes first, in turns, and others
+// take their turn before the other goes.
 struct Packet {
   u32 low, low_flag, high, high_flag;
 };
 inline void store_packet(Packet* p, u64 data, u32 flag, u32 second) {
+  const u64 words[2] = {(data & 0xffffffffu) | u64(flag) << 32, data >> 32 | u64(second) << 32};
+  static thread_local unsigned stored = 0;
+  const unsigned first = ++stored & 1;
   u64* const halves = reinterpret_cast<u64*>(p);
-  __atomic_store_n(&halves[1], data >> 32 | u64(second) << 32, __ATOMIC_RELAXED);
+  __atomic_store_n(&halves[first], words[first], __ATOMIC_RELAXED);
   emulated::poll();
-  __atomic_store_n(&halves[0], (data & 0xffffffffu) | u64(flag) << 32, __ATOMIC_RELAXED);
+  __atomic_store_n(&halves[first ^ 1], words[first ^ 1], __ATOMIC_RELAXED);
 }
 inline Packet load_packet(const Packet* p) {
   const u64* const halves = reinterpret_cast<const u64*>(p);

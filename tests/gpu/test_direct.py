@@ -201,6 +201,30 @@ def test_results_wait_for_all(monkeypatch: pytest.MonkeyPatch, how: str) -> None
     assert all(words and untouched for words, untouched in found), found
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+)
+def test_two_shot_that_ends_early(collective: str, n: int) -> None:
+    """Ranks that have nothing to take, or one message only, leave a call that cannot be, too."""
+
+    def body(comm: OnDevice) -> str:
+        x = np.ones(12 + 12 * (comm.rank == n - 1), np.float32)
+        more: dict[str, Any] = {"algorithm": "direct_two_shot"}
+        if collective == "all_gather":
+            more["out"] = np.zeros(x.size * n, np.float32)
+        elif collective == "reduce_scatter":
+            more["out"] = np.zeros(x.size // n, np.float32)
+        try:
+            getattr(comm, collective)(x, **more)
+        except cc.MismatchError as error:
+            return str(error)
+        return ""
+
+    words = run_on(n, PLACE, body, timeout=20)
+    assert all(words), words
+
+
 def two_shot_cases(n: int) -> list[Case]:
     pairs = reference.PAIRS
     found = []
