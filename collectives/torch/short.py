@@ -35,6 +35,8 @@ _CALLS: dict[str, Callable[[CollectivesGroup, Tensor, Tensor, Any], Call]] = {
     ),
 }
 
+_MOST = 4096  # plans that are kept: sizes may be others in each step
+
 # Both generations of torch's names.
 _METHODS = {
     "all_reduce": ("allreduce",),
@@ -127,6 +129,8 @@ class ShortWays:
             plan = _plan("all_reduce", group, tensor, tensor, opts.reduceOp, side)
             if plan is None:
                 return None
+            if len(self._plans) >= _MOST:
+                self._plans.clear()
             self._plans[key] = plan
         side.core.begin(current_stream(device.index))
         pointer = tensor.data_ptr()

@@ -134,6 +134,30 @@ def test_without_an_extension_methods_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert group.allreduce() == "slow"
 
 
+class OnGpu(torch.Tensor):
+    def record_stream(self, stream: Any) -> None:
+        assert stream == "side"
+
+
+def test_plans_are_kept_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python; the extension has a bound of its own."""
+    monkeypatch.setattr(short, "_MOST", 3)
+    monkeypatch.setattr(short, "current_stream", lambda ordinal: 1)
+    monkeypatch.setattr(short, "StreamWork", lambda *arguments: arguments)
+    group, ways = Group(), short.ShortWays()
+    core = SimpleNamespace(begin=lambda current: None, end=lambda: "end")
+    side = SimpleNamespace(stream="side", for_calls=BESIDE, core=core)
+    group._sides = SimpleNamespace(of=lambda device: side)
+    group._main.put = lambda plan, source, target: None
+    sizes = [1, 2, 1, 3, 2, 4, 4, 1]
+    for count in sizes:
+        x = torch.zeros(count).as_subclass(OnGpu)
+        opts = SimpleNamespace(reduceOp=ReduceOp.SUM)
+        assert ways.all_reduce(group, x, opts) == ([x], x.device, "side", "end")
+        assert len(ways._plans) <= 3
+    assert [step.elements for step, _ in group._main.planned] == [1, 2, 3, 4, 1]
+
+
 def track(algorithm: str) -> Any:
     """A track whose GPU engine only notes calls."""
     engine = DeviceEngine.__new__(DeviceEngine)
