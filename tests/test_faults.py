@@ -116,6 +116,42 @@ def test_a_communicator_that_gave_up_says_so():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_an_interrupted_call_over_mpi(launcher):
+    """MPI still writes into what the call gave it; and the rank is out of step from then on."""
+    got = launch.run(2, "interrupted.py", launcher=launcher, timeout=40).expect(status=0)
+    assert got.output.count("ended well") == 2, got
+
+
+def test_an_interrupted_call_over_the_memory_of_a_shrunk_communicator():
+    done = threading.Barrier(2, timeout=20)
+
+    def body(comm):
+        smaller = comm.shrink()
+        group = smaller._bootstrap
+        group.timeout = 1.0
+        if smaller.rank == 0:
+
+            def interrupt():
+                raise KeyboardInterrupt
+
+            trouble, group._trouble = group._trouble, interrupt
+            with pytest.raises(KeyboardInterrupt):
+                group.all_gather(b"x" * 100_000)
+            group._trouble = trouble
+            with pytest.raises(cc.CollectiveError, match="was interrupted by KeyboardInterrupt"):
+                group.all_gather(b"y" * 100_000)
+        else:
+            time.sleep(0.1)
+            with pytest.raises(cc.DeadlineError, match="rank 0 has not called it"):
+                group.all_gather(b"z" * 100_000)
+        done.wait()
+        smaller.abort("enough")
+
+    cc.run_threads(2, body)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
 def test_a_deadline_over_mpi(launcher):
     got = launch.run(2, "failing.py", "late", "--mpi", launcher=launcher, timeout=40)
     assert re.search(

@@ -21,7 +21,7 @@ from ..errors import (
     PeerDiedError,
 )
 from .forks import Birth, close_sockets_in_child
-from .groups import Base, Failure, failure_of, part_name
+from .groups import Base, Failure, failure_of, interrupted, part_name
 from .wire import (
     ABORT,
     ACCEPTED,
@@ -248,9 +248,7 @@ class Tcp(Base):
         except (OSError, ValueError) as error:
             self._failure = self._lost(str(error))
         except BaseException as error:
-            self._failure = failure_of(
-                CollectiveError, f"{op} was interrupted by {type(error).__name__}"
-            )
+            self._failure = interrupted(op, error)
             raise
         if self._failure is not None:
             raise self._failure.error(self.rank)

@@ -64,6 +64,11 @@ def failure_of(cls: type[CollectiveError], message: str, peer: int | None = None
     return Failure(cls.__name__, message, peer)
 
 
+def interrupted(op: str, error: BaseException) -> Failure:
+    """A call that ended half-way, e.g. at Ctrl-C: this rank is out of step with the others."""
+    return failure_of(CollectiveError, f"{op} was interrupted by {type(error).__name__}")
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """ "rank 3", "ranks 0-2, 5", "no rank"."""
     spans: list[list[int]] = []

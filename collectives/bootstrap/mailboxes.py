@@ -20,7 +20,7 @@ from ..errors import (
     MismatchError,
     PeerDiedError,
 )
-from .groups import Base, Failure, failure_of, have, name_ranks, new_job
+from .groups import Base, Failure, failure_of, have, interrupted, name_ranks, new_job
 from .local import Solo
 
 HOME = "home"  # the purpose of the group that a region is for
@@ -73,6 +73,13 @@ class Mailboxes(Base):
 
     def _exchange(self, op: str, data: bytes, timeout: float) -> list[bytes]:
         self.check()
+        try:
+            return self._exchange_letters(op, data, timeout)
+        except BaseException as error:
+            self._failure = self._failure or interrupted(op, error)
+            raise
+
+    def _exchange_letters(self, op: str, data: bytes, timeout: float) -> list[bytes]:
         end = time.monotonic() + timeout
         name = op.encode()
         whole = _HEAD.pack(len(name), len(name) + len(data)) + name + data

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..config import DEFAULT_TIMEOUT
@@ -19,7 +20,11 @@ from ..errors import (
     MismatchError,
 )
 from .forks import Birth
-from .groups import Base, Failure, failure_of, name_ranks, new_job
+from .groups import Base, Failure, failure_of, interrupted, name_ranks, new_job
+
+# What MPI may still write into, after calls that ended before it was done. It stays as long as the
+# process: nothing tells when MPI is through with it.
+_abandoned: list[object] = []
 
 
 class Mpi(Base):
@@ -57,23 +62,36 @@ class Mpi(Base):
         self.timeout = timeout
         self._failure: Failure | None = None
         self._closed = False
-        self._abandoned: list[object] = []
         if own:
             self.comm = comm
         else:
             self.comm, request = comm.Idup()
-            self._wait(request, "init", timeout, comm)
+            with self._remembers("init", [self.comm, request, comm]):
+                self._wait(request, "init", timeout, time.monotonic())
         self.job = ""
         self.job = self.broadcast(new_job().encode()).decode()
 
-    def _wait(self, request: Any, op: str, timeout: float, keep: object) -> None:
-        begin = time.monotonic()
+    @contextlib.contextmanager
+    def _remembers(self, op: str, kept: list[object]) -> Iterator[None]:
+        """While a call is under way: an error breaks the group, and MPI may still write into what
+        it was given.
+        """
+        try:
+            yield
+        except BaseException as error:
+            _abandoned.append(kept)
+            if isinstance(error, self._mpi.Exception):
+                self._failure = failure_of(CollectiveError, f"{op}: MPI failed: {error}")
+                raise self._failure.error(self.rank) from error
+            self._failure = self._failure or interrupted(op, error)
+            raise
+
+    def _wait(self, request: Any, op: str, timeout: float, begin: float) -> None:
+        """`begin`: when the call began, which may have waited for another request before."""
         pause = 0.0
         while not request.Test():
             waited = time.monotonic() - begin
             if waited > timeout:
-                # MPI may still write into the buffers, so they live as long as this object.
-                self._abandoned += [request, keep]
                 self._failure = failure_of(
                     DeadlineError,
                     f"{op}: rank {self.rank} waited {timeout:g} s, and not all {self.size} ranks "
@@ -90,9 +108,11 @@ class Mpi(Base):
         begin = time.monotonic()
         header = struct.pack("=QQ", len(data), zlib.crc32(op.encode()))
         headers = bytearray(16 * self.size)
-        try:
+        kept: list[object] = [header, headers, data]
+        with self._remembers(op, kept):
             request = self.comm.Iallgather([header, MPI.BYTE], [headers, MPI.BYTE])
-            self._wait(request, op, timeout, (header, headers))
+            kept.append(request)
+            self._wait(request, op, timeout, begin)
             lengths, ops = zip(*struct.iter_unpack("=QQ", headers), strict=True)
             if len(set(ops)) > 1:
                 other = [rank for rank, seen in enumerate(ops) if seen != ops[self.rank]]
@@ -104,22 +124,22 @@ class Mpi(Base):
                 raise self._failure.error(self.rank)
             displacements = list(itertools.accumulate(lengths, initial=0))
             received = bytearray(displacements[-1])
+            kept.append(received)
             if received:
                 request = self.comm.Iallgatherv(
                     [data, MPI.BYTE], [received, lengths, displacements[:-1], MPI.BYTE]
                 )
-                left = max(0.0, timeout - (time.monotonic() - begin))
-                self._wait(request, op, left, (data, received))
-        except MPI.Exception as error:
-            self._failure = failure_of(CollectiveError, f"{op}: MPI failed: {error}")
-            raise self._failure.error(self.rank) from error
+                kept.append(request)
+                self._wait(request, op, timeout, begin)
         return [
             bytes(received[at : at + n]) for at, n in zip(displacements[:-1], lengths, strict=True)
         ]
 
     def subgroup(self, ranks: Sequence[int], name: str, *, timeout: float | None = None) -> Mpi:
         self.check()
-        group = self.comm.Get_group().Incl(list(self._check_members(ranks)))
+        whole = self.comm.Get_group()
+        group = whole.Incl(list(self._check_members(ranks)))
+        whole.Free()
         comm = self.comm.Create_group(group, zlib.crc32(name.encode()) & 0x7FFF)
         group.Free()
         return Mpi(comm, self.timeout if timeout is None else timeout, own=True)
