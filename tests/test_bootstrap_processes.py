@@ -7,8 +7,8 @@ import time
 import pytest
 from bootstraps import LOOPBACK, finish, join, run_all, serving, start
 
-from collectives.bootstrap import listen
-from collectives.errors import AbortedError
+from collectives.bootstrap import Tcp, client, listen
+from collectives.errors import AbortedError, DeadlineError
 
 
 def test_processes(port):
@@ -122,6 +122,23 @@ def test_check_finds_an_error_that_came_with_an_answer():
             a.check()
         a.close()
         b.close()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("size", [10, 20 << 20])
+def test_a_host_that_is_stopped_has_not_died(port, size, monkeypatch):
+    """Whether or not what is sent to it fits into the buffers on the way."""
+    monkeypatch.setattr(client, "GRACE", 0.5)
+    host = start("comm.barrier(); print('ready', flush=True); time.sleep(60)", 0, 2, port)
+    rank = Tcp((LOOPBACK, port), rank=1, size=2, timeout=15)
+    rank.barrier()
+    assert host.stdout.readline() == "ready\n"
+    host.send_signal(signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=r"rank 0, which hosts it, stopped\?"):
+        rank.all_gather(b"x" * size, timeout=0.5)
+    rank.close()
+    host.kill()
+    host.communicate()
 
 
 def test_the_port_of_another_program(port):

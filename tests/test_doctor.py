@@ -194,6 +194,7 @@ def test_files_that_are_no_dumps(tmp_path):
         ("{", "is no JSON"),
         ('{"format": "other"}', "is no dump of a flight recorder"),
         ('{"format": "collectives flight recorder", "version": 99}', "a dump of version 99"),
+        ("[" * 100_000, "is no JSON"),
     ):
         bad.write_text(text)
         with pytest.raises(cc.ConfigError, match=words):
@@ -201,6 +202,40 @@ def test_files_that_are_no_dumps(tmp_path):
     with pytest.raises(cc.ConfigError, match="cannot be read: No such file"):
         read([tmp_path / "missing.json"])
     assert doctor(bad).returncode == 2
+
+
+def damaged(place, value):
+    """A whole dump but for one thing."""
+    record = {"sequence": 1, "collective": "barrier", "state": "done", "begin": 1.0}
+    comm = {"name": "x", "rank": 0, "size": 1, "state": "open", "time": 2.0, "calls": [record]}
+    whole = {"host": "h", "pid": 1, "time": 2.0, "communicators": [{**comm, "transfers": []}]}
+    inner = {"dump": whole, "communicator": whole["communicators"][0], "record": record}
+    where, _, name = place.partition(".")
+    inner[where].pop(name, None)
+    inner[where].update({} if value is None else {name: value})
+    return json.dumps({"format": "collectives flight recorder", "version": 1, **whole})
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("dump.host", None, "it has no 'host'"),
+        ("dump.communicators", 3, "communicators is no list"),
+        ("dump.communicators", [7], "communicators 0 is no object"),
+        ("dump.start", {}, "start has no 'begin'"),
+        ("communicator.name", None, "communicators 0 has no 'name'"),
+        ("communicator.rank", "0", "rank is '0'"),
+        ("communicator.error", {"kind": "closed"}, "error has no 'message'"),
+        ("record.begin", None, "calls 0 has no 'begin'"),
+    ],
+)
+def test_dumps_that_are_damaged(tmp_path, place, value, words):
+    file = tmp_path / "dump.json"
+    file.write_text(damaged("record.sequence", 1))
+    assert len(read([file])) == 1
+    file.write_text(damaged(place, value))
+    with pytest.raises(cc.ConfigError, match=f"a damaged dump: {words}"):
+        read([file])
 
 
 def test_the_command_examines_this_machine():

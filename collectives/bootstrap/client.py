@@ -230,8 +230,8 @@ class Tcp(Base):
                 self._sock.settimeout(min(timeout + GRACE, FOREVER))
                 with self._send_lock:
                     self._sock.sendall(self._link.seal(*question))
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # what the server said before it hung up is still to be read
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                pass  # what the server said before it hung up, or stopped, is still to be read
             answer = self._receive(deadline)
             if answer is not None and answer[0] == ERROR:
                 self._failure = unpack_failure(answer[1])

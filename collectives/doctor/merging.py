@@ -11,7 +11,7 @@ from ..bootstrap.groups import have, name_ranks
 from ..errors import ConfigError
 from ..flight_recorder import FORMAT, VERSION
 from .gpu_calls import GpuCalls
-from .records import Dump, age, call_in_words, size_in_words
+from .records import Dump, age, call_in_words, damage, size_in_words
 from .starts import starts_in_words
 
 _IN_IT = ("entered", "running")
@@ -27,7 +27,7 @@ def read(paths: Iterable[str | Path]) -> list[Dump]:
             whole = json.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is no JSON: {error}") from error
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             raise ConfigError(f"{path} is no dump of a flight recorder")
@@ -35,6 +35,8 @@ def read(paths: Iterable[str | Path]) -> list[Dump]:
             raise ConfigError(
                 f"{path} is a dump of version {whole.get('version')}; this doctor reads {VERSION}"
             )
+        if words := damage(whole):
+            raise ConfigError(f"{path} is a damaged dump: {words}")
         process = {"host": whole["host"], "pid": whole["pid"]}
         found += [{**one, **process} for one in whole["communicators"]]
         if "start" in whole:
