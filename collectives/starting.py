@@ -60,7 +60,8 @@ def run_threads(
     timeout     seconds that any wait lasts at most
     max_blocks  of the communicators: see `init`
 
-    The first exception of any rank is raised, after the others were told and have ended.
+    The first exception of any rank is raised, after the others were told and have ended. Where the
+    caller is interrupted (Ctrl-C) the ranks are told too, and end at their next call.
     """
     if not isinstance(n, (int, np.integer)):
         raise TypeError(f"run_threads takes a number of ranks, not {n!r}")
@@ -77,6 +78,8 @@ def run_threads(
     results: list[Any] = [None] * n
     errors: list[BaseException | None] = [None] * n
     first: list[int] = []
+    comms: list[Communicator] = []
+    interruption: list[str] = []
 
     def body(rank: int) -> None:
         comm = None
@@ -85,6 +88,9 @@ def run_threads(
             comm = Communicator(
                 ends[rank], settings, nodes=nodes, device=device, max_blocks=max_blocks
             )
+            comms.append(comm)
+            for reason in interruption:
+                comm.abort(reason)
             results[rank] = fn(comm, *args)
         except BaseException as error:  # handed to the caller below, whatever it is
             errors[rank] = error
@@ -99,10 +105,17 @@ def run_threads(
     threads = [
         threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(n)
     ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    except BaseException as cause:
+        interruption.append(f"run_threads was interrupted by {type(cause).__name__}")
+        ends[0].fail(cause)
+        for made in list(comms):
+            made.abort(interruption[0])
+        raise
     if first:
         error = errors[first[0]]
         assert error is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import threading
 import time
 
@@ -112,6 +113,39 @@ def test_a_communicator_that_gave_up_says_so():
 
     gave_up = threading.Event()
     assert outcomes(2, body, timeout=0.3) == [None, None]
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_ranks_of_an_interrupted_run_threads_end(started, monkeypatch):
+    """In calls, or while they still meet."""
+    ended = []
+
+    def body(comm):
+        try:
+            while True:
+                comm.all_reduce(np.ones(4))
+        finally:
+            ended.append(comm.rank)
+
+    def meet(comm, *args, **options):
+        bootstrap = args[0]
+        if bootstrap.rank == 0:
+            time.sleep(1)
+        original(comm, *args, **options)
+
+    if not started:
+        original = cc.Communicator.__init__
+        monkeypatch.setattr(cc.Communicator, "__init__", meet)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        cc.run_threads(3, body, timeout=60)
+    end = time.monotonic() + 20
+    while any(t.name.startswith("rank-") for t in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert sorted(ended) == ([0, 1, 2] if started else [])
 
 
 @pytest.mark.mpi
