@@ -116,6 +116,16 @@ def test_info(capsys):
         assert word in out
 
 
+def test_info_shows_settings_as_they_are_written(capsys, monkeypatch):
+    monkeypatch.setenv("COLLECTIVES_ALGORITHM", "all_reduce:0-64K=ring;broadcast:ring")
+    monkeypatch.setenv("COLLECTIVES_SECRET", "sixteen letters or so")
+    status, out, _ = run(capsys, "info", "--json")
+    assert status == 0
+    shown = json.loads(out)["environment"]
+    assert shown["COLLECTIVES_ALGORITHM"] == "all_reduce:0-64K=ring;broadcast:ring"
+    assert shown["COLLECTIVES_SECRET"] == "(set)"
+
+
 def test_info_of_processes_as_json():
     status, out, err = start("info", "--ranks", 2, "--nodes", 2, "--json")
     assert status == 0, err

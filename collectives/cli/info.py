@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from .. import _core
@@ -50,7 +51,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
     exchanged = machine.exchange_ns(comm)
     settings = Settings()
     shown = {
-        v.name: "(set)" if "SECRET" in v.name else str(getattr(settings, v.field))
+        v.name: "(set)" if "SECRET" in v.name else os.environ[v.name]
         for v in VARIABLES
         if getattr(settings, v.field) != v.default
     }
