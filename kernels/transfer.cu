@@ -82,7 +82,11 @@ class Mover {
     const Pair& pair = pair_of(world_, world_.rank, t.peer);
     next_ = t.sends ? own.sent : own.received;
     number_ = (t.sends ? pair.sent : pair.received) + t.ahead;
-    for (int i = t.before; i >= 0; i = call_.list[i].before) next_ += messages(call_.list[i]);
+    for (int i = t.before; i >= 0; i = call_.list[i].before) {
+      const u32 earlier = messages(call_.list[i]);
+      if (before_ < 0 && earlier != 0) before_ = i;
+      next_ += earlier;
+    }
     shared_.base[index_] = told_ = next_;
   }
 
@@ -157,7 +161,7 @@ class Mover {
   __device__ u32 look(const u32* left) {
     if (left_ == 0) return Shared::kNothing;
     const PairTransfer& t = call_.list[index_];
-    if (t.before >= 0 && left[t.before] != 0) return Shared::kNothing;
+    if (before_ >= 0 && left[before_] != 0) return Shared::kNothing;
     const TransferControl& own = control_of(world_, world_.rank, t.peer, block_);
     u32 seen;
     bool ready;
@@ -255,6 +259,8 @@ class Mover {
   // Of a clerk's transfer. Messages are counted from the first between the two ranks: those of
   // before `next_` are copied, or in this round, and those before `told_` told.
   u32 left_ = 0, next_ = 0, told_ = 0, number_ = 0;
+  // The last transfer before it, with the same peer and direction, that this block has a part of.
+  int before_ = -1;
   // Looks since something moved, and when the clock was first read then.
   u32 idle_ = 0;
   u64 since_ = 0;

@@ -132,7 +132,7 @@ MUTANTS = (
     ),
     Mutant(
         "transfers of a pair that do not wait for those before them", "transfer.cu",
-        "if (t.before >= 0 && left[t.before] != 0) return Shared::kNothing;", "",
+        "if (before_ >= 0 && left[before_] != 0) return Shared::kNothing;", "",
         "test_a_group", "test_point_to_point.py",
     ),
     Mutant(

@@ -243,6 +243,32 @@ def test_a_group_goes_on_together(n: int) -> None:
     assert run_on(n, ALL, body, timeout=40) == [True] * n
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_small_ones_between_large_ones(n: int) -> None:
+    """Most blocks have nothing of those: there, too, the large ones follow each other."""
+    counts = (300_001, 100, 300_001, 0, 1, 400_001)
+
+    def body(comm: OnDevice) -> bool:
+        box, rank = Box(comm), comm.rank
+        to, source = (rank + 1) % n, (rank - 1) % n
+        parts = [(c, 10 * k + i) for k in range(4) for i, c in enumerate(counts)]
+        xs = [box.put(message(rank, to, c, number=i)) for c, i in parts]
+        outs = [box.empty(message(source, rank, c, number=i)) for c, i in parts]
+        comm.comm.barrier()
+        for k in range(0, len(parts), len(counts)):
+            with comm.comm.group():
+                for x, out in zip(xs[k:], outs[k : k + len(counts)], strict=False):
+                    comm.comm.send(x, to)
+                    comm.comm.recv(out, source)
+        comm.finish()
+        for out, (c, i) in zip(outs, parts, strict=True):
+            assert same(box.get(out), message(source, rank, c, number=i)), i
+        box.check_guards()
+        return True
+
+    assert run_on(n, ALL, body, timeout=10) == [True] * n
+
+
 def test_a_ring_of_streams() -> None:
     """A call on `stream=` follows the rank's call on another stream; pairs are apart."""
 
