@@ -314,6 +314,7 @@ class Communicator(Reductions, Movements, PointToPoint):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes every rank's pending and later calls raise AbortedError. Local, any thread."""
+        reason = str(reason).encode("utf-8", "backslashreplace").decode()  # it goes to others
         # On the host first: where a peer's kernel leaves, its host finds the reason there.
         self._core.abort(reason)
         if self._device is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from operator import index
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ class Rule(NamedTuple):
 
 
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)"
+_LARGEST = 1 << 62  # bytes
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -81,10 +83,16 @@ def parse_size(text: str) -> int:
         )
     if not unit and suffix.startswith("i"):
         raise ConfigError(f"size {text!r} is not a number of bytes such as 4, 4K, 64Ki, 1M or 1GiB")
-    size = float(number) * _UNITS[unit] if "." in number else int(number) * _UNITS[unit]
+    size = Decimal(number) * _UNITS[unit]
+    if size > _LARGEST:
+        raise ConfigError(f"size {_shortened(text)!r} is more than {format_size(_LARGEST)}")
     if size != int(size):
         raise ConfigError(f"size {text!r} is no whole number of bytes")
     return int(size)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:36]}..."
 
 
 def format_size(size: int) -> str:

@@ -46,13 +46,21 @@ struct alignas(64) CallRecord {
   std::atomic<std::uint8_t> collective, dtype, op, order;
   std::atomic<CallState> state;
 
-  // All but what makes it valid: state and sequence.
-  void describe(const Call& call, std::uint64_t elements, int number, Order wanted) {
+  // A call begins on this thread. The record says nothing until its sequence is stored.
+  void start(std::uint64_t elements) {
     constexpr auto plain = std::memory_order_relaxed;
+    sequence.store(0, plain);
+    std::atomic_thread_fence(std::memory_order_release);  // who sees what follows sees the 0
     begin.store(ticks(), plain);
     end.store(0, plain);
     count.store(elements, plain);
     thread.store(static_cast<std::uint64_t>(pthread_self()), plain);
+  }
+
+  // All but what makes it valid: state and sequence.
+  void describe(const Call& call, std::uint64_t elements, int number, Order wanted) {
+    constexpr auto plain = std::memory_order_relaxed;
+    start(elements);
     peer.store(call.root, plain);
     algorithm.store(static_cast<std::int16_t>(number), plain);
     collective.store(static_cast<std::uint8_t>(call.collective), plain);

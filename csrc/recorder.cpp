@@ -146,8 +146,7 @@ struct Seen {
     op = r.op.load(plain);
     order = r.order.load(plain);
     std::atomic_thread_fence(std::memory_order_acquire);
-    return sequence != 0 && state != CallState::empty && r.begin.load(plain) == begin &&
-           r.sequence.load(plain) == sequence;
+    return sequence != 0 && state != CallState::empty && r.sequence.load(plain) == sequence;
   }
   bool transfer() const { return collective >= Recorder::kSend; }
 };
@@ -183,10 +182,7 @@ CallRecord* Recorder::transfer(std::uint8_t kind, Dtype dtype, std::uint64_t cou
   constexpr auto plain = std::memory_order_relaxed;
   const std::uint64_t number = transfers_begun_.fetch_add(1, plain) + 1;
   CallRecord& r = transfers_[number % kCalls];
-  r.begin.store(ticks(), plain);
-  r.end.store(0, plain);
-  r.count.store(count, plain);
-  r.thread.store(static_cast<std::uint64_t>(pthread_self()), plain);
+  r.start(count);
   r.peer.store(peer, plain);
   r.tag.store(tag, plain);
   r.collective.store(kind, plain);

@@ -336,6 +336,20 @@ def test_a_long_reason_ends_with_a_whole_character(front):
         assert front + 200 * "é" in str(error)
 
 
+def test_a_reason_that_is_no_text_to_send_is_told():
+    """Half of a surrogate pair, as a file name that is no UTF-8 has one; and no text at all."""
+    for reason, told in (("fil\udcff", r"fil\udcff"), (OSError(28, "No space"), "No space")):
+
+        def body(comm, reason=reason):
+            if comm.rank == 0:
+                comm.abort(reason)
+            comm.all_reduce(ones())
+
+        for error in outcomes(2, body):
+            assert isinstance(error, cc.AbortedError)
+            assert told in str(error)
+
+
 def test_abort_from_another_thread():
     def body(comm):
         def abort():
