@@ -63,7 +63,7 @@ class Rule(NamedTuple):
 
 
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)"
-_LARGEST = 1 << 62  # bytes
+_LARGEST = (1 << 64) - 1  # bytes
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -85,7 +85,7 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"size {text!r} is not a number of bytes such as 4, 4K, 64Ki, 1M or 1GiB")
     size = Decimal(number) * _UNITS[unit]
     if size > _LARGEST:
-        raise ConfigError(f"size {_shortened(text)!r} is more than {format_size(_LARGEST)}")
+        raise ConfigError(f"size {_shortened(text)!r} is more than any call can have (2^64 - 1)")
     if size != int(size):
         raise ConfigError(f"size {text!r} is no whole number of bytes")
     return int(size)

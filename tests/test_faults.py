@@ -138,9 +138,13 @@ def test_ranks_of_an_interrupted_run_threads_end(started, monkeypatch):
         monkeypatch.setattr(cc.Communicator, "__init__", meet)
     main = threading.main_thread().ident
     timer = threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        cc.run_threads(3, body, timeout=60)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            cc.run_threads(3, body, timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     end = time.monotonic() + 20
     while any(t.name.startswith("rank-") for t in threading.enumerate()):
         assert time.monotonic() < end

@@ -92,7 +92,7 @@ def test_ranks_end_where_nobody_takes_what_they_write(launch, full):
     else:
         reader, target = os.pipe()
         os.close(reader)
-    code = "for i in range(20_000): print('x' * 99, flush=True)"
+    code = "while True: os.write(1, b'x' * 99 + bytes([10]))"
     process = launch("-n", "2", "--label", code=code, stdout=target)
     os.close(target)
     status, _, err = finish(process)
