@@ -205,8 +205,8 @@ def forks() -> None:
 def orphan() -> None:
     """Rank 1 dies; a child that it has forked lives on, with a copy of all that was open."""
     comm = cc.init(timeout=30)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once rank 1 has died
     comm.barrier()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if comm.rank == 1:
         if os.fork() == 0:
             time.sleep(20)
