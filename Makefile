@@ -37,9 +37,10 @@ EDITABLE := build/editable
 CTEST_ARGS := --parallel $(CORES) --output-on-failure --no-tests=error
 comma := ,
 space := $(subst ,, )
-# The C++ tests are compiled beside the extension for torch, where there is one.
-TEST_NEEDS := $(VENV)/.with-test $(if $(TORCH),$(VENV)/.torch) $(if $(JAX),$(VENV)/.jax) \
-	$(if $(wildcard tests/cpp/test_*.cpp),test-cpp) $(if $(TORCH),$(VENV)/.torch-extension)
+# Where torch is, its extension is tested; it is compiled beside the C++ tests.
+WITH_TORCH := $(or $(TORCH),$(wildcard $(VENV)/.torch))
+TEST_NEEDS := $(VENV)/.with-test $(if $(WITH_TORCH),$(VENV)/.torch) $(if $(JAX),$(VENV)/.jax) \
+	$(if $(wildcard tests/cpp/test_*.cpp),test-cpp) $(if $(WITH_TORCH),$(VENV)/.torch-extension)
 
 # Open MPI starts as root and with more ranks than cores only when told to.
 MPIRUN := env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \

@@ -7,13 +7,12 @@ import collections
 import models
 import numpy as np
 import pytest
+from with_torch import torch
 
 import collectives as cc
 from collectives.bucket_layout import Bucket, Slot
-from collectives.train import SGD, Trainer
+from collectives.train import SGD, Trainer, module
 
-torch = pytest.importorskip("torch")
-module = pytest.importorskip("collectives.train.module")
 pytestmark = pytest.mark.torch
 
 WIDTH = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import format_size
+from ..words import size_words
 
 Dump = dict[str, Any]  # of one rank of one communicator; see docs/flight-recorder.md
 Record = dict[str, Any]
@@ -75,10 +75,7 @@ def call_in_words(record: Record) -> str:
 
 def size_in_words(record: Record) -> str:
     size = record["bytes"]
-    if size < 1024 or size % 1024:
-        return f"{size} bytes"
-    text = format_size(size)
-    return f"{text[:-1]} {text[-1]}iB"
+    return f"{size} bytes" if size < 1024 or size % 1024 else size_words(size)
 
 
 def age(dump: Dump, record: Record) -> str:

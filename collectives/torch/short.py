@@ -91,7 +91,7 @@ class ShortWays:
         """Puts methods of the extension, if there is one for this torch, before those of the group,
         whose engine for GPUs is there.
         """
-        if self._asked:
+        if self._asked or not group._main.plans:
             return
         self._asked = True
         made_in_cpp = extension.load(torch.__version__)
@@ -113,7 +113,8 @@ class ShortWays:
         go the long way.
         """
         if (
-            not tensor.is_contiguous()
+            not group._main.plans
+            or not tensor.is_contiguous()
             or tensor.is_sparse
             or tensor.is_conj()
             or tensor.is_neg()

@@ -211,6 +211,13 @@ class MainTrack:
         if self._held or self._moving:
             self.release()
 
+    @property
+    def plans(self) -> bool:
+        """True if calls on device memory can have plans: all ranks are on one node, and have made
+        one before.
+        """
+        return type(self.comm._device) is DeviceEngine
+
     def plan(self, step: Step, stream: Stream) -> Plan | None:
         """How a call like this one is put on a stream by the shortest way; None where `call` must
         take a closer look.

@@ -24,6 +24,8 @@ BESIDE = Stream(700, 0, beside=True)
 class Track:
     """Notes the steps that it shall plan."""
 
+    plans = True
+
     def __init__(self) -> None:
         self.planned: list[tuple[Step, Stream]] = []
 
@@ -127,6 +129,22 @@ def test_the_extension_takes_the_place_of_methods_once(monkeypatch: pytest.Monke
     assert group.allreduce() == "slow" and "_allgather_base" not in group.__dict__
 
 
+def test_where_calls_have_no_plans_the_extension_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between nodes: each call would ask for a plan in vain."""
+    loaded: list[str] = []
+    monkeypatch.setattr(extension, "load", loaded.append)
+    group, ways = Group(), short.ShortWays()
+    group._main.plans = False
+    ways.use_extension(group)
+    assert ways.all_reduce(group, torch.zeros(6), None) is None
+    assert loaded == [] and group._main.planned == [] and group.allreduce() == "slow"
+    group._main.plans = True  # once the engine is there
+    ways.use_extension(group)
+    assert loaded == [torch.__version__]
+
+
 def test_without_an_extension_methods_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "load", lambda version: None)
     group = Group()
@@ -191,7 +209,8 @@ def test_what_a_track_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step("all_reduce", 3, 10, 11, 6, nbytes=24, device="cuda:0")
     assert track("ring").plan(step, BESIDE._replace(ordinal=1)) is None  # another GPU than ours
     no_engine = track("ring")
+    assert no_engine.plans
     no_engine.comm._device = None
-    assert no_engine.plan(step, BESIDE) is None
+    assert not no_engine.plans and no_engine.plan(step, BESIDE) is None
     monkeypatch.setattr(tracks, "is_written", lambda algorithm: algorithm == "of_a_user")
     assert track("of_a_user").plan(step, BESIDE) is None
