@@ -41,6 +41,8 @@ _LARGE = 16 << 20  # bytes
 _LARGE_CALLS = 2
 _WARM = 3  # calls before a capture
 _HOST_CALLS = 64  # launched at once to see what one takes on the host: no queue is full by then
+_HOST_ROUNDS = 9  # of them, on a stream with nothing else on it each time
+_HOST_BYTES = 4 << 20  # at most, which is enough: larger ones are launched alike
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -246,22 +248,24 @@ class Cuda(Backend):
     def runner(self, bound: Bound, mode: str) -> Runner:
         body = self.body(bound)
         runner = self.loop(body, bound.nbytes, mode)
-        if mode == "stream":
+        if mode == "stream" and bound.nbytes <= _HOST_BYTES:
             self.host_us.append(self._launching_us(body))
         return runner
 
     def _launching_us(self, body: Callable[[], Any]) -> float:
-        """Microseconds of the host for each of several calls put on the stream; the slowest
-        rank's. Collective.
+        """Microseconds of the host for each of several calls put on the stream: the median of the
+        rounds, and of the slowest rank. Collective.
         """
-        self.comm.barrier()
-        with self.gpu.stream:
-            begin = time.perf_counter()
-            for _ in range(_HOST_CALLS):
-                body()
-            mine = (time.perf_counter() - begin) / _HOST_CALLS * 1e6
-        self.finish()
-        return float(np.max(self.comm.all_gather(np.array([mine]))))
+        mine = []
+        for _ in range(_HOST_ROUNDS):
+            self.comm.barrier()
+            with self.gpu.stream:
+                begin = time.perf_counter()
+                for _ in range(_HOST_CALLS):
+                    body()
+                mine.append((time.perf_counter() - begin) / _HOST_CALLS * 1e6)
+            self.finish()
+        return float(np.max(self.comm.all_gather(np.array([np.median(mine)]))))
 
     def notes(self) -> dict[str, str]:
         if not self.host_us:

@@ -19,6 +19,7 @@ from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
 from .moving import Moving
+from .profiling import shown
 from .short import ShortWays
 from .streams import SideStreams, StreamWork
 from .tensors import Call
@@ -163,6 +164,10 @@ class BaseGroup(dist.ProcessGroup):
         """Makes a call that is ready: at once if torch wants to wait for it, else in the
         background.
         """
+        with shown(call.title):
+            return self._made(call, outputs, opts)
+
+    def _made(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
         if call.device is not None:
             return self._make_on_gpu(call, call.device, outputs, opts)
         key = next_key()

@@ -20,6 +20,7 @@ from ..errors import ArrayError
 from . import handed_over, overlap
 from .base import BaseGroup
 from .joining import Meeting
+from .profiling import profiled, shown
 from .sparse import all_reduce_sparse
 from .tensors import SUM, Call, Op, Tensor, dense, divide_integers, expect, moved, op_for, reduced
 from .tracks import MainTrack, Step, in_callback
@@ -93,6 +94,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         dtype = tensor.dtype
         op = op_for(opts.reduceOp, dtype)
         if op.divide or self._coalesced is not None or tensor.is_conj() or tensor.is_neg():
+            return None
+        if profiled():
             return None
         if self._size == 1 and op is SUM:
             return DONE
@@ -211,7 +214,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         if self._beside is None:
             self._beside = MainTrack(self._apart.join("beside"))
         call = self._reduce_scatter_call([output], [input], _plain_op(op, None))
-        work = self._submit(self._beside, call, [output])
+        with shown(call.title):
+            work = self._submit(self._beside, call, [output])
         self._reducing.append(work)
         return work
 
@@ -224,7 +228,7 @@ class CollectivesGroup(Transfers, BaseGroup):
     def _reduce_scatter_call(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Call:
-        call = Call(outputs[0] if outputs else None)
+        call = Call(outputs[0] if outputs else None, "_reduce_scatter_base")
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("reduce_scatter", output, tensor)
             expect("reduce_scatter: input", tensor.numel(), output.numel() * self._size)
@@ -270,7 +274,7 @@ class CollectivesGroup(Transfers, BaseGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _all_gather_call(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
-        call = Call(outputs[0] if outputs else None)
+        call = Call(outputs[0] if outputs else None, "_all_gather_base")
         for output, tensor in zip(outputs, inputs, strict=True):
             _same_dtype("all_gather", output, tensor)
             expect("all_gather: output", output.numel(), tensor.numel() * self._size)

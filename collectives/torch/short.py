@@ -20,6 +20,7 @@ from ..array import Stream
 from ..array.torch_streams import current_stream, raw_stream
 from ..untraced import untraced
 from . import extension
+from .profiling import profiled
 from .streams import Side, StreamWork
 from .tensors import Call, Op, Tensor, op_for
 from .tracks import Plan
@@ -119,6 +120,7 @@ class ShortWays:
             or tensor.is_conj()
             or tensor.is_neg()
             or group._coalesced is not None
+            or profiled()
         ):
             return None
         device = tensor.device

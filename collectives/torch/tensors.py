@@ -135,11 +135,17 @@ class Call:
     device  None, or the CUDA device of all tensors
     """
 
-    def __init__(self, sample: Tensor | None) -> None:
+    def __init__(self, sample: Tensor | None, title: str = "") -> None:
+        self._title = title
         self.steps: list[Step] = []
         self.after: list[Callable[[], Any]] = []
         self.keep: list[Any] = []
         self.device = None if sample is None else device_of(sample)
+
+    @property
+    def title(self) -> str:
+        """The name of torch's profiler for it: its collective's, unless it was given another."""
+        return self._title or (self.steps[0].collective if self.steps else "empty")
 
     @property
     def finish(self) -> Callable[[], None] | None:

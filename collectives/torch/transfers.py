@@ -11,6 +11,7 @@ from ..errors import UnsupportedError
 from ..work import Held
 from .base import BaseGroup
 from .moving import MovedWork
+from .profiling import shown
 from .tensors import Call, Tensor, dense, moved
 from .work import TransferHandle, TransferWork
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .. import _core
 
 ANY = -1
+_TITLES = {True: "send", False: "recv"}
 
 
 class Transfers(BaseGroup):
@@ -90,8 +92,9 @@ class Transfers(BaseGroup):
         number, times = moved(held)
         work = MovedWork([tensor], call.device, peer)
         transfer = (sends, peer, tag, number, held.data_ptr(), held.numel() * times)
-        if self._on_gpu.add(transfer, work, call.finish, call.keep):
-            self._on_gpu.go(self._main, self._sides, call.device)
+        with shown(_TITLES[sends]):
+            if self._on_gpu.add(transfer, work, call.finish, call.keep):
+                self._on_gpu.go(self._main, self._sides, call.device)
         return self._note(work)
 
     def _post(
@@ -101,7 +104,8 @@ class Transfers(BaseGroup):
         held = Held(keep)
         self._main.hold_moving(held)
         core = self._main.comm._core
-        handle = TransferHandle(core, core.post(message, True))
+        with shown(_TITLES[message[0]]):
+            handle = TransferHandle(core, core.post(message, True))
         held.done = handle.done
         return self._note(TransferWork([handle], outputs, finish, keep, self, key=0))
 

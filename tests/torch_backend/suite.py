@@ -62,9 +62,8 @@ EXCEPTIONS = {
     },
     "cuda": {
         "test_ddp_profiling_execution_trace": "asserts that the backend's name is nccl",
-        "test_ddp_profiling_torch_profiler": _EVENTS,
     },
-    "pretended": {"test_ddp_profiling_torch_profiler": _EVENTS},
+    "pretended": {},
 }
 
 # Cases that are left out.
@@ -107,6 +106,14 @@ def load_cases(device: str) -> Any:
     if device == "pretended":
         suite_pretended.believe(suite_cases)
     return suite_cases
+
+
+def exceptions_for(device: str, torch_version: str) -> dict[str, str]:
+    from collectives.torch import extension
+
+    in_cpp = device == "cuda" and extension.load(torch_version) is not None
+    events = {} if device == "cpu" or in_cpp else {"test_ddp_profiling_torch_profiler": _EVENTS}
+    return {**EXCEPTIONS[device], **events}
 
 
 def tasks(device: str, cases: str, backends: list[str], done: Results) -> list[Task]:
@@ -238,11 +245,12 @@ def main() -> int:
     options = parser.parse_args()
 
     world = options.world or (3 if options.device == "cpu" else 2)
-    peer, exceptions = PEERS[options.device], EXCEPTIONS[options.device]
+    peer = PEERS[options.device]
     set_up(options.device, world)
     suite_cases = load_cases(options.device)
     import torch
 
+    exceptions = exceptions_for(options.device, torch.__version__)
     on_gpus = options.device == "cuda"
     kept = on_gpus if options.keep is None else options.keep
     about = {

@@ -397,6 +397,33 @@ def works() -> None:
 
 
 @check
+def ranges_of_the_profiler() -> None:
+    to, source = (me() + 1) % n(), (me() - 1) % n()
+    x, blocks = torch.ones(n()), torch.ones(n(), n())
+    dist.all_reduce(x)  # no range: the profiler is off
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.all_gather(list(blocks), x)
+        dist.all_gather_into_tensor(blocks, x)
+        dist.reduce_scatter_tensor(x, blocks)
+        dist.barrier()
+        if n() > 1:
+            sent = dist.isend(x, to)
+            dist.recv(torch.empty(n()), source)
+            sent.wait()
+    ranges = {
+        event.key.removeprefix("collectives:"): event.count
+        for event in profiler.key_averages()
+        if event.key.startswith("collectives:")
+    }
+    once = ["broadcast", "all_gather", "_all_gather_base", "_reduce_scatter_base", "barrier"]
+    once += ["send", "recv"] if n() > 1 else []
+    assert ranges == {"all_reduce": 2, **dict.fromkeys(once, 1)}, ranges
+
+
+@check
 def works_that_nobody_holds() -> None:
     """Memory lives until a call has ended, also if the work and the tensor are dropped."""
     for _ in range(30):
