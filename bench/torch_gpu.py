@@ -4,8 +4,8 @@
 
 One GPU for each rank, bfloat16. Measured are steps of DistributedDataParallel and of FSDP2
 (fully_shard), on both backends, and the same step without synchronisation: what a step takes longer
-than that is the communication that is exposed. All variants take turns, a window each, forth and
-back (see turns.py); a figure is the median over windows of the slowest rank. Before anything is
+than that is the communication that is exposed. All variants take turns, a window each, as
+turns.py says; a figure is the median over windows of the slowest rank. Before anything is
 timed, both backends must have trained alike. `--seconds S` ends the script within S seconds after
 its imports, if that is enough for two windows of each; the file is written after each window.
 `--small` tries the script on a small model, also without GPUs (beside Gloo).

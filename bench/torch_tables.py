@@ -96,26 +96,15 @@ def training(folder: Path) -> list[str]:
             "the least and the greatest.",
             "",
         ]
-        head = [""]
         for batch in batches:
-            head += [
-                f"{batch}: step",
-                "90th percentile",
-                "÷ torch's",
-                "exposed",
-                "scaling",
-                "memory",
-            ]
-        body = []
-        for name in dict.fromkeys(row["name"] for row in rows):
-            cells = [name.replace("collectives alone", "this trainer alone")]
-            cells[0] = cells[0].removeprefix("collectives ")
-            for batch in batches:
-                row = found.get((name, batch))
+            head = [batch, "step", "90th percentile", "÷ torch's", "exposed", "scaling", "memory"]
+            body = []
+            for name in dict.fromkeys(row["name"] for row in rows if row["batch"] == batch):
+                shown = name.replace("collectives alone", "this trainer alone")
                 beside = found.get((_BESIDE.get(name, ""), batch))
-                cells += [""] * 6 if row is None else _cells_of_training(row, beside)
-            body.append(cells)
-        lines += [*_rows(head, body), ""]
+                cells = _cells_of_training(found[name, batch], beside)
+                body.append([shown.removeprefix("collectives "), *cells])
+            lines += [*_rows(head, body), ""]
     return lines[:-1] or [NO_TRAINING]
 
 

@@ -6,7 +6,7 @@ A decoder of about 355 million parameters (24 layers of width 1024, tied embeddi
 another) in bfloat16, AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. Parameters and both
 moments are bfloat16 in all ways, as torch's AdamW keeps them; `--master-weights` gives the trainer
 what it has unless it is told otherwise, float32 masters and moments. One way is set up at a time,
-and its memory noted; the ways take turns, forth and back (see turns.py), `--rounds` times or as
+and its memory noted; the ways take turns, as turns.py says, `--rounds` times or as
 often as fits in `--seconds`, and the first steps of each turn are not counted. With `--together`
 that is done once, for memory alone; then all ways are set up and stay, if a GPU has memory for
 that, so that turns may be short: where the host is the bound, and gets slower and faster from one

@@ -1,13 +1,16 @@
 """Ways of doing the same, measured in turns: what benchmarks of training have in common.
 
-Rounds go forth and back over the ways (A B C, C B A, A B C, ...), so that a machine that gets
-slower or faster as it goes on does so for all alike. They end after a number of rounds, or in time.
+Rounds go forth and back over the ways (A B C, C B A), so that a machine that gets slower or faster
+as it goes on does so for all alike, and then in another order (B C A, A C B, ...), so that none
+always comes behind the same one: on GPUs that are at the limit of their power a way takes some
+percent longer behind one that works them harder. They end after a number of rounds, or in time.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -37,7 +40,7 @@ def in_turns(
     agree   makes of what each rank thinks what rank 0 thinks
     """
     found: dict[Name, list[Value]] = {name: [] for name in names}
-    longest = 0.0
+    longest, order = 0.0, list(names)
     for number in itertools.count():
         began = time.monotonic()
         if until is None:
@@ -45,7 +48,11 @@ def in_turns(
                 return found
         elif not agree(number < LEAST or began + longest < until):
             return found
-        for name in names if number % 2 == 0 else reversed(names):
+        if number % 2 == 0:  # on all ranks alike
+            order = random.Random(number).sample(list(names), len(names))
+        else:
+            order.reverse()
+        for name in order:
             found[name].append(measure(name))
             told(found)
         longest = max(longest, time.monotonic() - began)

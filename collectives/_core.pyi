@@ -224,6 +224,7 @@ def device_options(
     algorithm: str,
     *,
     blocks: int = 0,
+    straight_blocks: int = 0,
     threads: int = 0,
     chunk: int = 0,
     small: bool = False,

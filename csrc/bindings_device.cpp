@@ -141,11 +141,12 @@ void bind_device(py::module_& m) {
 
   m.def(
       "device_options",
-      [](std::string algorithm, int blocks, int threads, std::uint64_t chunk, bool small,
-         bool lines, bool pull, bool bulk) {
+      [](std::string algorithm, int blocks, int straight_blocks, int threads, std::uint64_t chunk,
+         bool small, bool lines, bool pull, bool bulk) {
         DeviceOptions options;
         options.algorithm = std::move(algorithm);
         options.blocks = blocks;
+        options.straight_blocks = straight_blocks;
         options.chunk = chunk;
         options.threads = threads;
         options.small = small;
@@ -154,9 +155,10 @@ void bind_device(py::module_& m) {
         options.bulk = bulk;
         return py::reinterpret_steal<py::object>(make_device_options(std::move(options)));
       },
-      py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("threads") = 0,
-      py::arg("chunk") = 0, py::arg("small") = false, py::arg("lines") = false,
-      py::arg("pull") = false, py::arg("bulk") = false);
+      py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0,
+      py::arg("straight_blocks") = 0, py::arg("threads") = 0, py::arg("chunk") = 0,
+      py::arg("small") = false, py::arg("lines") = false, py::arg("pull") = false,
+      py::arg("bulk") = false);
 }
 
 void bind_staging(py::module_& m) {

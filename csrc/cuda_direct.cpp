@@ -254,11 +254,14 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
     for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};
     longest = blocks_of.longest(n) * e;
   }
-  const int most = options.blocks > 0 ? std::min(options.blocks, blocks) : blocks;
+  const bool straight = c.gather != Gather::push && c.spread != Spread::push;
+  const int limit =
+      straight && options.straight_blocks > 0 ? options.straight_blocks : options.blocks;
+  const int most = limit > 0 ? std::min(limit, blocks) : blocks;
   const u64 wanted = std::max<u64>(1, longest / kMinBlockBytes);
   const int grid = static_cast<int>(std::min<u64>(static_cast<u64>(most), wanted));
   c.block_bytes = std::max<u64>(128, rounded((longest + grid - 1) / grid, 128));
-  if (c.gather != Gather::push && c.spread != Spread::push) {
+  if (straight) {
     c.chunk_bytes = c.block_bytes;
   } else {
     c.chunk_bytes = std::min(c.block_bytes, u64{world.geometry.slot_bytes});

@@ -52,6 +52,7 @@ struct DeviceOptions {
   double factor[2] = {1, 0};  // premul_sum
   // How, where an algorithm has a kernel made by hand (equal on all ranks):
   int blocks = 0;           // at most; 0: as many as there are
+  int straight_blocks = 0;  // the same where direct_two_shot needs no FIFOs; 0: as `blocks` says
   int threads = 0;          // of a block of direct_one_shot; 0: 512, or more where blocks are few
   std::uint64_t chunk = 0;  // of direct_two_shot: bytes of a message; 0: as much as a slot takes
   bool small = false;       // all_to_all by the kernel of direct_one_shot

@@ -20,17 +20,24 @@ def turns():
     return module
 
 
-def test_rounds_go_forth_and_back(turns):
+def test_rounds_go_forth_and_back_in_one_order_after_the_other(turns):
     order, told = [], []
 
     def measure(name):
         order.append(name)
         return len(order)
 
-    found = turns.in_turns("abc", measure, lambda all_: told.append(dict(all_)), rounds=3)
-    assert "".join(order) == "abccbaabc"
-    assert found == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
-    assert len(told) == 9
+    found = turns.in_turns("abc", measure, lambda all_: told.append(dict(all_)), rounds=20)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 60, 3)]
+    assert all("".join(sorted(each)) == "abc" for each in rounds)
+    assert all(back == forth[::-1] for forth, back in zip(rounds[::2], rounds[1::2], strict=True))
+    assert len(set(rounds)) > 3
+    assert found == {n: [i + 1 for i, name in enumerate(order) if name == n] for n in "abc"}
+    assert len(told) == 60
+
+    again = []
+    turns.in_turns("abc", again.append, lambda _: None, rounds=20)
+    assert again == order  # as on another rank
 
 
 def test_two_rounds_at_least_and_no_more_when_time_is_up(turns):

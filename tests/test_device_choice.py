@@ -66,7 +66,7 @@ def test_few_blocks_read_in_bulk() -> None:
     assert few.pull
     assert few.bulk
     beside = device_launch("direct_two_shot", "all_reduce", 64 * MI, 2, True)
-    assert (beside.blocks, beside.bulk) == (32, True)
+    assert (beside.blocks, beside.straight_blocks, beside.bulk) == (32, 16, True)
     assert device_launch("ring", "all_reduce", 64 * MI, 2, True, 8) == Launch()
 
 

@@ -40,8 +40,12 @@ _BULK_BLOCKS = 32
 # between all pairs take longer than the bytes. (On four H200, 4 MiB of symmetric buffers.)
 _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 32, 8 << 20
 # Blocks of direct_two_shot beside a stream that computes: blocks that wait for a peer hold their
-# multiprocessors, and a kernel of cuBLAS finds no room beside one.
+# multiprocessors, and a kernel of cuBLAS finds no room beside one. On symmetric buffers the half of
+# them fill the links. (What DDP's step of 100 ms takes longer on two H200: through FIFOs 4.8 ms with
+# 16 blocks, 4.1 to 4.5 with 24 to 64, 5.1 with 128; on registered buckets 3.8, 3.4, 4.8 and 5.0 ms
+# with 8, 16, 24 and 32.)
 BLOCKS_BESIDE = 32
+_STRAIGHT_BESIDE = 16
 # One message to each peer from the root, until the root's link is full for longer than a second
 # step takes; with two ranks that sends no less.
 _ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
@@ -86,17 +90,20 @@ def device_algorithm(collective: str, nbytes: int, nranks: int) -> str:
 class Launch(NamedTuple):
     """How a kernel made by hand does a call.
 
-    blocks   thread blocks at most; 0: all that the communicator may take
-    threads  of a block of direct_one_shot; 0: 512
-    chunk    bytes of a message of direct_two_shot; 0: as much as a slot takes
-    small    all_to_all by the kernel of direct_one_shot, if all blocks are equal
-    lines    in lines of 128 bytes: direct_one_shot, else in packets of 16, and direct_two_shot's
-             all_reduce
-    pull     direct_two_shot on symmetric buffers reads the peers' contributions
-    bulk     and does so by bulk copies through shared memory, where the GPU makes them
+    blocks           thread blocks at most; 0: all that the communicator may take
+    straight_blocks  the same of direct_two_shot on symmetric buffers, where it needs no FIFOs; 0:
+                     as `blocks` says
+    threads          of a block of direct_one_shot; 0: 512
+    chunk            bytes of a message of direct_two_shot; 0: as much as a slot takes
+    small            all_to_all by the kernel of direct_one_shot, if all blocks are equal
+    lines            in lines of 128 bytes: direct_one_shot, else in packets of 16, and
+                     direct_two_shot's all_reduce
+    pull             direct_two_shot on symmetric buffers reads the peers' contributions
+    bulk             and does so by bulk copies through shared memory, where the GPU makes them
     """
 
     blocks: int = 0
+    straight_blocks: int = 0
     threads: int = 0
     chunk: int = 0
     small: bool = False
@@ -134,7 +141,9 @@ def device_launch(
     few = nranks > 2 and nbytes <= _FEW_BLOCKS_BELOW
     blocks = _FEW_BLOCKS if few else BLOCKS_BESIDE if beside else 0
     bulk = min(blocks or most, most) <= _BULK_BLOCKS
-    return Launch(blocks=blocks, pull=bulk or nbytes < _PULL_BELOW, bulk=bulk)
+    straight = _STRAIGHT_BESIDE if beside else 0
+    pull = bulk or nbytes < _PULL_BELOW
+    return Launch(blocks=blocks, straight_blocks=straight, pull=pull, bulk=bulk)
 
 
 def _one_shot(each: int, nranks: int) -> Launch:

@@ -29,6 +29,7 @@ TWO_SHOT = {
     "few": Launch(pull=True, blocks=1),
     "bulk": Launch(pull=True, bulk=True),
     "few in bulk": Launch(pull=True, blocks=1, bulk=True),
+    "two if straight": Launch(pull=True, straight_blocks=2, bulk=True),
     "lines": Launch(lines=True),
     "lines of few": Launch(lines=True, blocks=1),
 }
