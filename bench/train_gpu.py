@@ -6,8 +6,9 @@ A decoder of about 355 million parameters (24 layers of width 1024, tied embeddi
 another) in bfloat16, AdamW, on batches of 4 x 1024 and 1 x 256 tokens a rank. Parameters and both
 moments are bfloat16 in all ways, as torch's AdamW keeps them; `--master-weights` gives the trainer
 what it has unless it is told otherwise, float32 masters and moments. One way is set up at a time,
-and its memory noted; the ways take turns, as turns.py says, `--rounds` times or as
-often as fits in `--seconds`, and the first steps of each turn are not counted. With `--together`
+and its memory noted (of the GPU, but for what the runtime that it does not use holds there); the
+ways take turns, as turns.py says, `--rounds` times or as often as fits in `--seconds`, and the
+first steps of each turn are not counted. With `--together`
 that is done once, for memory alone; then all ways are set up and stay, if a GPU has memory for
 that, so that turns may be short: where the host is the bound, and gets slower and faster from one
 minute to the next, neighbours are still alike. The file is written after each turn. "alone" is the
@@ -113,6 +114,33 @@ class Bench:
             cupy.cuda.Device(comm.local_rank).use()
         self.solo = comm.split(comm.rank)
         torch_group.start(comm, "gloo" if small else "nccl")
+        # Bytes that each runtime holds on the GPU from its first calls on: what a way on the other
+        # takes is told without them.
+        self.held = {"torch": 0, "collectives": 0}
+        if not small:
+            self.held["torch"] = self.taken_by(self.first_calls_of_torch)
+            self.held["collectives"] = self.taken_by(self.first_calls_of_ours)
+
+    def first_calls_of_torch(self) -> None:
+        for count in (1 << 10, 1 << 25):  # NCCL connects as an algorithm needs it
+            x = torch.ones(count, device=self.device, dtype=torch.bfloat16)
+            part = x[: count // self.comm.size]
+            distributed.all_reduce(x)
+            distributed.reduce_scatter_tensor(part.clone(), x)
+            distributed.all_gather_into_tensor(x, part.clone())
+
+    def first_calls_of_ours(self) -> None:
+        for comm in (self.comm, self.solo):
+            comm.all_reduce(torch.ones(1, device=self.device))
+
+    def taken_by(self, calls: Callable[[], None]) -> int:
+        """Bytes of the GPU that are gone after some calls, but for the allocator's."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        calls()
+        self.wait()
+        torch.cuda.empty_cache()
+        return before - torch.cuda.mem_get_info()[0]
 
     def model(self) -> Decoder:
         torch.manual_seed(0)
@@ -163,7 +191,9 @@ class Bench:
         settings: dict[str, Any] = {"sharding": stage, "master_weights": self.masters}
         return OurStep(Trainer(self.model(), AdamW(lr=1e-4), comm, loss=loss, **settings))
 
-    def turn(self, make: Callable[[], Any], batch: Batch, steps: int, warm: int) -> dict[str, Any]:
+    def turn(
+        self, name: str, make: Callable[[], Any], batch: Batch, steps: int, warm: int
+    ) -> dict[str, Any]:
         """`measure` of a way that is set up for that alone, and bytes at most and by whom."""
         gc.collect()
         if not self.small:
@@ -177,8 +207,11 @@ class Bench:
         free = found.pop("free")
         # Of the device, not of torch's allocator alone: cupy and NCCL have memory of their own.
         if not self.small:
+            others = sum(
+                held for runtime, held in self.held.items() if not name.startswith(runtime)
+            )
             found["memory"] = {
-                "device_peak_bytes": torch.cuda.mem_get_info()[1] - min(free),
+                "device_peak_bytes": torch.cuda.mem_get_info()[1] - min(free) - others,
                 "torch_peak_bytes": torch.cuda.max_memory_allocated(),
                 "torch_reserved_bytes": torch.cuda.max_memory_reserved(),
                 "cupy_bytes": cupy.get_default_memory_pool().total_bytes(),
@@ -244,6 +277,7 @@ def main() -> None:
         about = header(comm, command_of_script())
         about["parameters"] = sum(p.numel() for p in bench.model().parameters())
         about["ranks"] = comm.size
+        about["held_bytes"] = bench.held  # of each runtime, counted for its own ways alone
         about["gpu"] = None if args.small else torch.cuda.get_device_name()
         about["nccl"] = None if args.small else ".".join(map(str, torch.cuda.nccl.version()))
 
@@ -260,7 +294,7 @@ def main() -> None:
         every = [(text, name) for text in batches for name in ways]
 
         def turn(of: Turn) -> dict[str, Any]:
-            return bench.turn(ways[of[1]], batches[of[0]], args.steps, args.warm)
+            return bench.turn(of[1], ways[of[1]], batches[of[0]], args.steps, args.warm)
 
         measure, made = turn, {}
         if args.together:

@@ -381,10 +381,12 @@ def test_table_of_training(tmp_path):
     header |= {"gpu": "NVIDIA H100", "nccl": "2.28", "parameters": 355e6, "command": "x.py"}
     (tmp_path / "train-gpu-2.json").write_text(json.dumps({"header": header, "rows": rows}))
     text = "\n".join(tables.training(tmp_path))
-    assert "| torch alone | 10.0 ms | 12.0 ms |  |  |  | 3.0 GiB |  |  |  |  |  |  |" in text
+    large, small = text[text.index("| 4x8 |") :].split("\n\n")
+    assert "| torch alone | 10.0 ms | 12.0 ms |  |  |  | 3.0 GiB |" in large
     ratio = "0.90 (0.50 to 1.20)"  # of turns side by side
-    assert f"| ZeRO-1 | 10.0 ms | 12.0 ms | {ratio} | 2.0 ms | 0.80 | 3.0 GiB | 10.0 ms |" in text
-    assert "| 10.0 ms | 12.0 ms |  | 2.0 ms | 0.80 |  |" in text  # all set up: memory says nothing
+    assert f"| ZeRO-1 | 10.0 ms | 12.0 ms | {ratio} | 2.0 ms | 0.80 | 3.0 GiB |" in large
+    assert small.startswith("| 1x2 |") and "torch alone" not in small
+    assert "| torch DDP | 10.0 ms | 12.0 ms |  | 2.0 ms | 0.80 |  |" in small  # memory not measured
     assert "355 million parameters" in text and "7 to 9 steps" in text
 
 

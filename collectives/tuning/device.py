@@ -40,10 +40,10 @@ _BULK_BLOCKS = 32
 # between all pairs take longer than the bytes. (On four H200, 4 MiB of symmetric buffers.)
 _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 32, 8 << 20
 # Blocks of direct_two_shot beside a stream that computes: blocks that wait for a peer hold their
-# multiprocessors, and a kernel of cuBLAS finds no room beside one. On symmetric buffers the half of
-# them fill the links. (What DDP's step of 100 ms takes longer on two H200: through FIFOs 4.8 ms with
-# 16 blocks, 4.1 to 4.5 with 24 to 64, 5.1 with 128; on registered buckets 3.8, 3.4, 4.8 and 5.0 ms
-# with 8, 16, 24 and 32.)
+# multiprocessors, and a kernel of cuBLAS finds no room beside one. On symmetric buffers half as
+# many fill the links. (What DDP's step of 100 ms takes longer on two H200: through FIFOs 4.8 ms
+# with 16 blocks, 4.0 to 4.5 with 24 to 64, 5.1 with 128; on registered buckets 3.9, 3.5, 4.8 and
+# 5.0 ms with 8, 16, 24 and 32.)
 BLOCKS_BESIDE = 32
 _STRAIGHT_BESIDE = 16
 # One message to each peer from the root, until the root's link is full for longer than a second
