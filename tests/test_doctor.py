@@ -360,14 +360,40 @@ def test_a_kernel_that_gives_no_segments(monkeypatch):
     assert "sharing" not in found and "processors" in found
 
 
-def test_quota_and_huge_pages(tmp_path):
-    (tmp_path / "fs/cgroup").mkdir(parents=True)
-    (tmp_path / "fs/cgroup/cpu.max").write_text("50000 100000\n")
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "50000 100000"}, "0.5"),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "25000 100000"}, "0.25"),
+        ("0::/a/b", {"a/cpu.max": "75000 100000", "a/b/cpu.max": "50000 100000"}, "0.5"),
+        ("0::/../b", {"cpu.max": "50000 100000", "../b/cpu.max": "1 100000"}, "0.5"),
+        ("3:cpuset:/\n1:cpu,cpuacct:/a\n0::/",
+         {"cpu,cpuacct/a/cpu.cfs_quota_us": "50000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+          "cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, "0.5"),
+        ("", {"cpu.max": "50000 100000"}, None),
+    ],
+)  # fmt: skip
+def test_quotas_of_control_groups(tmp_path, groups, files, quota):
+    """Of the group that the process is in, and of those around it, in both versions."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    found = {
+        f.topic: f for f in system.processors(Place(sys=tmp_path / "sys", proc=tmp_path / "proc"))
+    }
+    said = found["processors"].words
+    assert f"a quota of {quota}:" in said if quota else "quota" not in said
+
+
+def test_huge_pages(tmp_path):
     folder = tmp_path / "kernel/mm/transparent_hugepage"
     folder.mkdir(parents=True)
     (folder / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
     found = {f.topic: f for f in system.processors(Place(sys=tmp_path))}
-    assert "a quota of 0.5" in found["processors"].words
     assert "shmem_enabled is never" in found["huge pages"].words
 
 

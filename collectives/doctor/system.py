@@ -327,9 +327,32 @@ def processors(place: Place) -> Iterator[Finding]:
 
 
 def _quota(place: Place) -> float:
-    """Processors that the control group allows, 0 for no limit."""
-    text = _read(place.sys / "fs/cgroup/cpu.max").split()
-    return int(text[0]) / int(text[1]) if len(text) == 2 and text[0].isdecimal() else 0.0
+    """Processors that the control groups allow, of this process's and those around it the least; 0
+    for no limit.
+    """
+    limits = []
+    for line in _read(place.proc / "self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        root = place.sys / "fs/cgroup"
+        if number != "0":  # of the first version, which has a hierarchy for each controller
+            if "cpu" not in controllers.split(","):
+                continue
+            root /= controllers
+        folder = root / path.lstrip("/")
+        inside = folder.parts[len(root.parts) :]
+        for group in [root] if ".." in inside else [folder, *folder.parents[: len(inside)]]:
+            quota, period = _share(group)
+            if quota.isdecimal() and period.isdecimal() and int(period):
+                limits.append(int(quota) / int(period))
+    return min(limits, default=0.0)
+
+
+def _share(group: Path) -> tuple[str, str]:
+    """Microseconds of processors that a control group has in a period, "max" or -1 for no limit."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if quota:
+        return quota, period
+    return _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
 
 
 def _chosen(text: str) -> str:
