@@ -240,6 +240,33 @@ def test_a_factor_that_is_no_finite_number(mode, schedule):
     cc.run_threads(3, body, nodes=NODES[3], timeout=20)
 
 
+@pytest.mark.parametrize("mode", STAGES)
+def test_where_parameters_are_written_all_hear_of_it(mode):
+    """Others may have stepped: a rank that went on would train another model."""
+
+    def body(comm):
+        class Careless(SGD):
+            def update(self, w, g, state, lr, step, work):
+                if comm.rank == 1 and step == 3:
+                    raise Fault("of the optimizer")
+                super().update(w, g, state, lr, step, work)
+
+        trainer = make(comm, mode, optimizer=Careless(lr=0.1))
+        raised = []
+        for step in range(6):
+            try:
+                trainer.step(models.part_of(list(batches(step + 1))[step], comm.rank, comm.size))
+            except (Fault, cc.CollectiveError) as error:
+                raised.append(error)
+        return trainer.updates, raised
+
+    found = cc.run_threads(3, body, nodes=NODES[3], timeout=20)
+    assert found[1][0] == 2 and isinstance(found[1][1][0], Fault)
+    for updates, raised in found:
+        assert updates <= 3
+        assert "step 3 raised Fault: of the optimizer where" in str(raised[-1]), raised
+
+
 @pytest.mark.parametrize("transient", [False, True])
 def test_buckets_forget_what_a_pass_that_raises_has_left(transient):
     def body(comm):

@@ -250,6 +250,33 @@ def test_masters_are_not_rounded_in_silence(tmp_path):
                 assert (x == theirs[name].astype(np.float32)).all(), name
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_one_bucket_of_what_was_kept_in_two_dtypes(names, tmp_path):
+    """Written in bfloat16 and in float32, and used in one dtype by who loads it."""
+    pytest.importorskip("safetensors")
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    given = {name: np.linspace(0.1, 0.7, 9).astype(np.float32) for name in names}
+    given["a"] = given["a"].astype(bfloat16)
+
+    def body(comm):
+        optimizer = SGD(lr=0.1, momentum=0.9)
+        old = Trainer(function, optimizer, comm, params=given, master_weights=False)
+        old.step(np.ones(1))
+        old.save(tmp_path)
+        new = Trainer(function, optimizer, comm, params=given, precision="bf16")
+        new.load(tmp_path)
+        for key in ("master", "velocity"):
+            there, here = old.whole(key), new.whole(key)
+            assert all((here[n] == there[n].astype(np.float32)).all() for n in names), key
+
+    def function(params, batch, emit):
+        for name in reversed(names):
+            emit(name, params[name])
+        return 0.0
+
+    cc.run_threads(2, body, timeout=20)
+
+
 # ---- torch --------------------------------------------------------------------------------------
 
 

@@ -274,7 +274,9 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         reader = _Reader(Path(path) / index["generation"], index)
         template = trainer.shards_for(layout)
         keys = ("master", *trainer.slots)
-        shards = [{key: reader.shard(shard, key) for key in keys} for shard in template]
+        for shard in template:
+            kept = trainer.kept[shard.bucket.slots[0].name]
+            shards.append({key: reader.shard(shard, key, kept) for key in keys})
         states = {
             (piece.name, piece.offset, key): reader.piece(piece, f"torch.{key}")
             for shard in template
@@ -463,15 +465,12 @@ class _Reader:
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def shard(self, shard: Shard, kind: str) -> Any:
-        """What a rank holds of a bucket."""
-        whole: Any = None
+    def shard(self, shard: Shard, kind: str, kept: str) -> Any:
+        """What a rank holds of a bucket, in the dtype in which it is `kept`."""
+        whole = np.empty(shard.high - shard.low, numpy_dtype(kept))
         for piece in shard.pieces:
-            part = self.piece(piece, kind)
-            if whole is None:
-                whole = np.empty(shard.high - shard.low, part.dtype)
-            whole[piece.low : piece.high] = part
-        return np.empty(0, np.float32) if whole is None else whole
+            whole[piece.low : piece.high] = self.piece(piece, kind)
+        return whole
 
 
 # ---- random states ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from .batches import counted, joined, micro_batches, samples
 from .gathering import Gatherer, ranks_of_gathers
 from .gradient_memory import GradientMemory
 from .gradient_norm import gradient_norm, who_is_not_finite
-from .interrupted import Cause, meet
+from .interrupted import Cause, end, meet
 from .losses import told
 from .model import Sink, model_of
 from .norms import finite
@@ -293,11 +293,14 @@ class Trainer:
                     clip = self.clip_norm / norm
                 self._stepper.step(self.updates, factor, clip / scale, unused)
                 self.updates += 1
+            if self.loss_scale is not None:
+                self.loss_scale.update(overflow)
+            self.steps += 1
+        except BaseException as error:
+            end([self.comm, *self.bucketer.siblings], error, self.steps + 1)
+            raise
         finally:
             self._gradients.give()
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflow)
-        self.steps += 1
         after = self.bucketer.statistics
         busy, exposed = after.busy - before.busy, after.exposed - before.exposed
         self.last = Metrics(

@@ -75,6 +75,7 @@ class Gatherer:
         # What must not be released, and for whom.
         self.pins: defaultdict[int, set[Any]] = defaultdict(set)
         self._record: list[int] | None = None  # the launches of a pass, agreed by all ranks
+        self._recorded = store.shards  # of which they are
         self._launched: list[int] = []
         self._latest = -1  # that was needed last in this pass
         self._blocks = 0  # in which everything is gathered, one inside of the other
@@ -107,6 +108,8 @@ class Gatherer:
     def begin_step(self, *, absent: bool) -> None:
         """absent: some rank has no data, in some pass of the step."""
         self._compares = absent
+        if self._recorded is not self._store.shards:  # a checkpoint had other buckets
+            self._record, self._recorded = None, self._store.shards
 
     def _need(self, index: int) -> Any:
         self._latest = index

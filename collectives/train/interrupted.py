@@ -1,4 +1,6 @@
-"""What ranks do after a step that raised before it had reduced anything."""
+"""What ranks do after a step that raised: before it had reduced anything they may meet and go on,
+while parameters are written it ends them all.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,17 @@ class Cause(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Cause:
         return cls(described(error), not isinstance(error, CollectiveError))
+
+
+def end(comms: Sequence[Communicator], error: BaseException, step: int) -> None:
+    """Aborts all ranks after what raised on this one alone, where the others may step: they would
+    have other parameters. (A CollectiveError has ended the others' calls, or all have raised it.)
+    """
+    if not isinstance(error, CollectiveError):
+        rank = comms[0].rank
+        words = f"rank {rank}: step {step} raised {described(error)} where parameters are written"
+        for comm in comms:
+            comm.abort(f"{words}, which other ranks may have done, so none can go on")
 
 
 def meet(comms: Sequence[Communicator], cause: Cause, step: int) -> None:
