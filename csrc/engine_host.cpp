@@ -242,7 +242,7 @@ bool HostEngine::work(HostPlan& plan, HostPlan::Strand& strand) {
     case StepKind::send: {
       const std::size_t total = message_bytes(plan.layout_, first, last, s, element);
       strand.bytes = total;
-      if (step.npieces == 1 && is_bare(step, total, *bound.to)) {
+      if (step.npieces == 1 && step.lends && is_bare(step, total, *bound.to)) {
         const std::byte* from = address(plan, strand, *first, first->src);
         if (!bound.to->send_from(reinterpret_cast<const char*>(from), total)) return false;
         strand.lent.push_back({bound.to, bound.to->sent(), from, from + total});
@@ -350,7 +350,7 @@ void HostEngine::conclude(const HostPlan::Strand& strand) {
   if (bound.to == nullptr) return;
   if (!is_bare(step, strand.bytes, *bound.to))
     bound.to->commit({static_cast<std::uint32_t>(strand.bytes), 0, tag_});
-  else if (step.kind == StepKind::recv_send || step.npieces > 1)
+  else if (step.kind == StepKind::recv_send || step.npieces > 1 || !step.lends)
     bound.to->commit_bare(strand.bytes);
 }
 

@@ -4,7 +4,8 @@
 //               combines are written down on *values* (each step makes new ones, none is ever
 //               changed);
 //   2. fuse     a receive and the send that passes it on become one step;
-//   3. place    values get places: output, a scratch cell, or none if nobody reads them;
+//   3. place    values get places: output, a scratch cell, or none if nobody reads them; and the
+//               sends that may leave from there are found;
 //   4. copies   what the rank must hold at the end and only ever had in `input` is copied.
 #include "plan.hpp"
 
@@ -43,6 +44,7 @@ struct DraftPiece {
 struct DraftStep {
   Step step;
   int message = -1;  // of a receive
+  bool awaited = false;
   std::vector<DraftPiece> pieces;
 };
 
@@ -59,7 +61,8 @@ class Lowering {
            Order order);
 
   // In this order within a round, while the symbolic run has evaluated it and not yet committed.
-  void send(const Message& message);
+  // awaited: the peer asks for the message without waiting for anybody in that round.
+  void send(const Message& message, bool awaited);
   void receive(int number);
   void end_round();
 
@@ -80,6 +83,7 @@ class Lowering {
 
   static void fuse(std::vector<DraftStep>& steps, const std::vector<char>& fused);
   int place(const std::vector<DraftStep>& steps);
+  void find_lent(std::vector<DraftStep>& steps) const;
   Program emit(const std::vector<DraftStep>& steps, const std::vector<int>& copies) const;
 
   const Schedule& s_;
@@ -135,9 +139,10 @@ DraftStep& Lowering::new_step(StepKind kind, int channel, int round) {
 
 // ---- pass 1: draft ------------------------------------------------------------------------------
 
-void Lowering::send(const Message& message) {
+void Lowering::send(const Message& message, bool awaited) {
   DraftStep& draft = new_step(StepKind::send, message.channel, message.round);
   draft.step.send_peer = message.dst;
+  draft.awaited = awaited;
   for (int k = 0; k < message.count; ++k) {
     const int chunk = transfer(message, k).chunk;
     for (const Part& part : held_[chunk]) {
@@ -281,6 +286,26 @@ int Lowering::place(const std::vector<DraftStep>& steps) {
   return cells;
 }
 
+// Finds the sends whose piece a receive of the same round overwrites: `output` may be the memory of
+// `input`.
+void Lowering::find_lent(std::vector<DraftStep>& steps) const {
+  std::map<std::pair<bool, int>, int> next;  // by place: the round of the receive that writes there
+  const auto at = [](const Place& p) { return std::pair(p.space == Space::scratch, p.index); };
+  for (auto draft = steps.rbegin(); draft != steps.rend(); ++draft) {
+    Step& step = draft->step;
+    if (step.recv_peer >= 0) {
+      for (const DraftPiece& piece : draft->pieces) {
+        if (piece.dst == kNoValue) continue;
+        const Place& to = values_[piece.dst].place;
+        if (to.space != Space::none) next[at(to)] = step.round;
+      }
+    } else if (step.kind == StepKind::send && draft->pieces.size() == 1 && !draft->awaited) {
+      const auto found = next.find(at(values_[draft->pieces.front().src].place));
+      step.lends = found == next.end() || found->second != step.round;
+    }
+  }
+}
+
 Program Lowering::emit(const std::vector<DraftStep>& steps, const std::vector<int>& copies) const {
   Program program;
   const auto add = [&](Step step, const std::vector<DraftPiece>& pieces) {
@@ -342,6 +367,7 @@ RankProgram Lowering::finish(const std::vector<char>& fused) {
     std::vector<DraftStep>& steps = channels_[channel];
     fuse(steps, fused);
     program.scratch_cells = std::max(program.scratch_cells, place(steps));
+    find_lent(steps);
     program.channels.push_back(emit(steps, copies[channel]));
   }
   return program;
@@ -375,12 +401,20 @@ std::vector<RankProgram> lower_ranks(const Schedule& s, const std::vector<int>& 
     of[r] = &lowerings.back();
   }
   int widest = 1;
+  std::vector<int> heard(static_cast<std::size_t>(s.world.nranks) * s.nchannels, -1);  // in round
   for (std::size_t i = 0; i < s.rounds.size(); ++i) {
     run.evaluate(static_cast<int>(i));
     const int begin = messages.round_begin[i], end = messages.round_begin[i + 1];
     for (int m = begin; m < end; ++m) {
-      widest = std::max(widest, pieces_of(messages, messages.list[m], run, order));
-      if (Lowering* sender = of[messages.list[m].src]) sender->send(messages.list[m]);
+      const Message& message = messages.list[m];
+      widest = std::max(widest, pieces_of(messages, message, run, order));
+      // The first receive of a round that combines asks at once; any other may have to wait before.
+      int& last = heard[static_cast<std::size_t>(message.dst) * s.nchannels + message.channel];
+      const bool first = std::exchange(last, static_cast<int>(i)) != static_cast<int>(i);
+      const Transfer& t = s.rounds[i][messages.transfers[message.first]];
+      const bool awaited =
+          first && order == Order::any && t.reduce && run.arrival(message.dst, t.chunk).count == 1;
+      if (Lowering* sender = of[message.src]) sender->send(message, awaited);
     }
     for (int m = begin; m < end; ++m) {
       if (Lowering* receiver = of[messages.list[m].dst]) receiver->receive(m);

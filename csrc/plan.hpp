@@ -61,6 +61,9 @@ struct Step {
   int first_piece = 0;  // pieces [first_piece, first_piece + npieces) of the program
   int npieces = 0;
   int round = 0;  // of the schedule, for error messages
+  // Of a send: its one piece may stay where it lies until the peer asks for it. False where a
+  // receive of the same round writes there, which would wait for the peer, as the peer may for us.
+  bool lends = true;
 };
 
 struct Program {

@@ -37,6 +37,23 @@ def my_ring(n):
         yield [Transfer(r, (r + 1) % n, chunk=(r + 1 - i) % n) for r in range(n)]
 
 
+def my_neighbours(n):
+    """Neighbours exchange a chunk, in a circle; then the others bring theirs, and get it back.
+
+    Each receives last from the one whose message it sends from where it receives first.
+    """
+    if n == 1:
+        return
+    around = [(r, (r + 1) % n) for r in range(n)]
+    yield [Transfer(t, s, chunk=s, reduce=True) for s, t in around] + [
+        Transfer(s, t, chunk=s, reduce=True) for s, t in around
+    ]
+    for d in range(2, n):
+        yield [Transfer((r + d) % n, r, chunk=r, reduce=True) for r in range(n)]
+    if n > 2:
+        yield [Transfer(r, (r + d) % n, chunk=r) for d in range(1, n) for r in range(n)]
+
+
 def my_tree(n, root=0):
     """A binomial tree from the root."""
     reached = 1
@@ -76,6 +93,7 @@ def my_halves_back(n):
 
 WRITTEN = [
     (my_ring, "all_reduce"),
+    (my_neighbours, "all_reduce"),
     (my_tree, "broadcast"),
     (my_tree_from_zero, "broadcast"),
     (my_pairwise, "all_to_all"),
