@@ -165,23 +165,20 @@ class BaseGroup(dist.ProcessGroup):
         background.
         """
         with shown(call.title):
-            return self._made(call, outputs, opts)
-
-    def _made(self, call: Call, outputs: Any, opts: Any) -> dist.Work:
-        if call.device is not None:
-            return self._make_on_gpu(call, call.device, outputs, opts)
-        key = next_key()
-        if key is not None and self._size > 1:
-            return self._hand_over(
-                [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
-            )
-        if self._size == 1 or not (opts is None or opts.asyncOp):
-            for step in call.steps:
-                self._main.call(step)
-            if call.finish is not None:
-                call.finish()
-            return self._note(CompletedWork(outputs))
-        return self._submit(self._main, call, outputs)
+            if call.device is not None:
+                return self._make_on_gpu(call, call.device, outputs, opts)
+            key = next_key()
+            if key is not None and self._size > 1:
+                return self._hand_over(
+                    [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
+                )
+            if self._size == 1 or not (opts is None or opts.asyncOp):
+                for step in call.steps:
+                    self._main.call(step)
+                if call.finish is not None:
+                    call.finish()
+                return self._note(CompletedWork(outputs))
+            return self._submit(self._main, call, outputs)
 
     def _submit(self, track: MainTrack, call: Call, outputs: Any) -> PendingWork:
         submitted = [track.submit(step, call.keep) for step in call.steps]
