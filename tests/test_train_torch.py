@@ -319,12 +319,15 @@ def test_optimizers_of_torch(kind, settings):
     ("kind", "settings"),
     [
         ("AdamW", {"lr": 1e-2, "amsgrad": True}),
+        ("Adam", {"lr": torch.tensor(1e-2)}),
         ("SGD", {"lr": 0.1, "momentum": 0.9}),
         ("NAdam", {"lr": 1e-3}),
     ],
 )
 def test_resumed_runs_with_optimizers_of_torch(kind, settings, mode, tmp_path):
-    """Bit for bit, also the schedule; on other ranks, in stage 1, as far as torch rounds alike."""
+    """Bit for bit, also the schedule, or a rate that is a tensor; on other ranks, in stage 1, as
+    far as torch rounds alike.
+    """
     pytest.importorskip("safetensors")
 
     def fresh(comm, mode, seed):
@@ -334,7 +337,8 @@ def test_resumed_runs_with_optimizers_of_torch(kind, settings, mode, tmp_path):
         optimizer = getattr(torch.optim, kind)(
             [p for p in net.parameters() if p.requires_grad], **settings
         )
-        return make(comm, mode, net=net, optimizer=optimizer, schedule=WarmUp(5))
+        schedule = None if torch.is_tensor(settings["lr"]) else WarmUp(5)
+        return make(comm, mode, net=net, optimizer=optimizer, schedule=schedule)
 
     def run(trainer, steps):
         comm = trainer.comm

@@ -102,7 +102,7 @@ class TorchStepper:
         if factor != self._factor:  # else the rate is what the user has set in the optimizer
             self._factor = factor
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * factor
+                _set_rate(group, rate * factor)
         for shard, piece, tensor in self._pieces:
             tensor.grad = None
             if piece.name not in unused:
@@ -157,7 +157,7 @@ class TorchStepper:
         """
         self._factor = float(about["factor"])
         for group, rate in zip(self._optimizer.param_groups, about["rates"], strict=True):
-            group["lr"] = rate
+            _set_rate(group, rate)
         self._optimizer.state.clear()
         for _, piece, tensor in self._pieces:
             kept = about["parameters"].get(piece.name)
@@ -170,6 +170,12 @@ class TorchStepper:
                 x = torch.empty_like(tensor, requires_grad=False)
                 x.copy_(tensor_of(arrays[piece.name, piece.offset, key]).view(tensor.shape))
                 state[key] = x
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """A rate that is a tensor stays one: torch computes with it in its dtype."""
+    old = group["lr"]
+    group["lr"] = torch.full_like(old, rate) if torch.is_tensor(old) else rate
 
 
 def _dtype(name: str) -> torch.dtype:
