@@ -112,6 +112,12 @@ def test_a_prediction_says_where_what_is_chosen_was_measured():
     assert "measured at another size" not in text
 
 
+def test_a_table_of_the_largest_calls_decides_up_to_the_largest_size():
+    found = [Measurement("ring", "all_reduce", size, 1.0) for size in (1 << 62, ANY_SIZE)]
+    table = tables.Table(tables.choices_of(found), {}, found)
+    assert Tuner([0, 0], True, (), table).choose("all_reduce", ANY_SIZE) == "ring"
+
+
 def test_times_between_measured_sizes():
     table = tables.Table({}, {}, measured(ring=(1e-6, 4e-6, 16e-6)))
     assert table.times("all_reduce", 1 << 10)["ring"] == pytest.approx(1e-6)
@@ -275,6 +281,7 @@ def test_tables_of_other_hardware_are_refused(tmp_path):
     ("content", "expected"),
     [
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ("[]", "no table of this version"),
         ('{"format": 99}', "no table of this version"),
     ],
@@ -304,6 +311,8 @@ def test_damaged_layouts(missing):
         {"rows": [["all_reduce", "ring", 1024, -1e-6]]},
         {"rows": [["all_reduce", "ring", 1024, float("nan")]]},
         {"rows": [["all_reduce", "ring", -4, 1e-6]]},
+        {"rows": [["all_reduce", "ring", 1 << 70, 1e-6]]},
+        {"rows": [["all_reduce", "ring", 1024, 1e-6], ["all_reduce", "ring", 1024, 2e-6]]},
         {"figures": {"direct": {"near": 5}}},
         {"date": 5},
     ],

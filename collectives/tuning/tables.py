@@ -79,7 +79,7 @@ class Table:
         if not sizes:
             return 0, ANY_SIZE
         smallest = sizes[0] // _BEYOND if sizes[0] > _LINE else 0
-        return smallest, max(_LINE, sizes[-1] * _BEYOND)
+        return smallest, min(max(_LINE, sizes[-1] * _BEYOND), ANY_SIZE)
 
     def times(self, collective: str, nbytes: int) -> dict[str, float]:
         """Measured seconds by algorithm: between two measured sizes on a straight line of
@@ -230,7 +230,7 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"the table {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the table {path} cannot be read: {error}; {_ANEW}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f"{path} is no table of this version (format {FORMAT}): {_ANEW}")
@@ -273,11 +273,15 @@ def parse(layout: Mapping[str, Any], path: Path | str) -> Table:
         limits = [choice.limit for choice in choices]
         if not limits or limits[-1] < ANY_SIZE or sorted(set(limits)) != limits:
             raise _damaged(path, f"the choices for {collective} do not rise to every size")
+    seen = set()
     for row in table.rows:
-        if row.nbytes < 0 or not 0 < row.seconds < math.inf:
+        if not 0 <= row.nbytes <= ANY_SIZE or not 0 < row.seconds < math.inf:
             raise _damaged(
                 path, f"{row.collective} of {row.nbytes} bytes is said to take {row.seconds} s"
             )
+        if row[:3] in seen:
+            raise _damaged(path, f"{row.algorithm} has two times for {row.nbytes} bytes")
+        seen.add(row[:3])
     return table
 
 
