@@ -68,6 +68,22 @@ def test_a_module_of_another_trainer_is_refused(stage):
     cc.run_threads(1, body, timeout=20)
 
 
+@pytest.mark.parametrize("again", ["close", "release"])
+@pytest.mark.parametrize("stage", range(3))
+def test_a_trainer_that_is_ended_twice_takes_nothing_from_the_next(stage, again):
+    def body(comm):
+        net = net_of()
+        first = Trainer(net, SGD(lr=0.1), comm, loss=square, sharding=stage)
+        first.release()
+        second = Trainer(net, SGD(lr=0.1), comm, loss=square, sharding=stage)
+        getattr(first, again)()
+        assert second.step(BATCH).loss > second.step(BATCH).loss
+        with pytest.raises(cc.CollectiveError, match="belongs to another trainer"):
+            Trainer(net, SGD(lr=0.1), comm, loss=square)
+
+    cc.run_threads(2, body, timeout=20)
+
+
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -139,6 +155,16 @@ def test_other_errors_of_a_module_stay_what_they_are():
 
     for error in outcomes(2, body):
         assert type(error) is RuntimeError and "shape" in str(error)
+
+
+@pytest.mark.parametrize("loss", [None, 0.5, (torch.ones(()),)], ids=repr)
+def test_a_loss_that_is_no_tensor_is_named(loss):
+    def body(comm):
+        trainer = Trainer(net_of(), SGD(lr=0.1), comm, loss=lambda net, batch: loss)
+        with pytest.raises(TypeError, match=f"loss= returned a {type(loss).__name__}; return the"):
+            trainer.step(BATCH)
+
+    cc.run_threads(2, body, timeout=20)
 
 
 def test_weights_of_micro_batches_are_not_rounded_in_float64():

@@ -367,6 +367,9 @@ def test_loss_scale():
     for _ in range(9):
         scale.update(True)
     assert scale.scale == 1
+    for wrong in ({"scale": 0.0}, {"scale": -8.0}, {"scale": math.inf}, {"least": 0.0}):
+        with pytest.raises(ValueError, match=r"LossScale: \w+=.* must be a finite number above 0"):
+            LossScale(**wrong)
 
 
 def test_an_overflow_begins_the_count_of_good_steps_anew():

@@ -212,6 +212,7 @@ class ModuleModel(Model):
         for parameter in self._tensors.values():
             unguard(parameter)
         let_go(self._tensors.values(), whole=False)
+        self._tensors = {}  # another trainer's from now on, perhaps
 
     def release(self) -> None:
         for parameter in self._tensors.values():
@@ -248,6 +249,11 @@ class ModuleModel(Model):
     def _forward_and_backward(self, batch: Any, factor: float) -> Any:
         try:
             loss = self._loss(self._module, batch)
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(
+                    f"loss= returned a {type(loss).__name__}; return the mean over the batch as a "
+                    "tensor of one element, where backward begins"
+                )
             # What is smaller than float32 would round the weights.
             wide = loss if loss.dtype == torch.float64 else loss.float()
             (wide * factor).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -89,6 +90,13 @@ class LossScale:
     interval: int = 2000
     good: int = 0  # good steps since the last change
     least: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "least"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"LossScale: {name}={getattr(self, name)} must be a finite number above 0"
+                )
 
     def update(self, overflow: bool) -> None:
         if overflow:
