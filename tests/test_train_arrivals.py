@@ -392,6 +392,29 @@ def test_a_backward_outside_of_a_step_is_refused(together):
     assert all(np.isfinite(cc.run_threads(2, body, timeout=60)))
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_backward_of_one_s_own_leaves_gradients_where_torch_does(together):
+    """Before the first step and between steps, also on one rank only."""
+
+    def body(comm, own):
+        torch.set_num_threads(1)
+        net = layers(state)
+        trainer = Trainer(as_if(together, net), SGD(lr=0.1), comm, bucket_bytes=600)
+        batch = (torch.ones(2, 8), torch.tensor([[1, 2, 3, 4]] * 2))
+        losses = []
+        for _ in range(5):
+            if own and comm.rank == 0:
+                loss(net, batch).backward()
+                assert net.layers[1].weight.grad.any()
+                net.zero_grad()
+            losses.append(trainer.step(batch).loss)
+        return losses
+
+    state = Layers().state_dict()
+    found = [cc.run_threads(2, body, own, timeout=60) for own in (False, True)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -65,6 +65,7 @@ class Arrivals:
         self._groups: list[_Group] = []
         self._shards: Sequence[Shard] | None = None  # whose buckets the groups are
         self._departures = 0
+        self._passing = False  # else gradients are those of somebody else's backward
         self._hook_each()
 
     def begin(self, shards: Sequence[Shard] | None) -> None:
@@ -92,6 +93,7 @@ class Arrivals:
         self._order.clear()
         for group in self._groups:
             group.done = False
+        self._passing = True
 
     def end(self) -> None:
         """Backward is over."""
@@ -101,9 +103,11 @@ class Arrivals:
             self._take_all()  # of parameters that were frozen when hooks were set
         elif self._there():
             self._depart()
+        self._passing = False
 
     def discard(self) -> None:
         """The pass is given up, with what it has left."""
+        self._passing = False
         with _plainly():
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -121,7 +125,7 @@ class Arrivals:
 
         def hook(_: torch.Tensor) -> None:
             arrivals = own()
-            if arrivals is not None:
+            if arrivals is not None and arrivals._passing:
                 tell(arrivals)
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
