@@ -6,6 +6,7 @@ itself refuses or cannot do on the host fails on every backend alike.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ def believe(suite_cases: Any) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: GPUS
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(
+        name="pretended", major=9, minor=0, total_memory=1 << 37, multi_processor_count=132
+    )
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all",
                  "init", "_lazy_init"):  # fmt: skip
         setattr(torch.cuda, name, lambda *_, **__: None)

@@ -324,10 +324,18 @@ def test_callbacks_of_the_futures_of_calls_in_python_have_no_keys(
 
 
 @pytest.mark.parametrize(
-    ("version", "found"), [("2.10.0+cpu", ""), ("2.11.0a0+git1", "2_11"), ("3.0.1", "3_0")]
+    ("version", "wanted", "found", "why_not"),
+    [
+        ("2.10.0+cpu", "AUTO", "", "older than 2.11"),
+        ("2.10.0+cpu", "ON", "", "older than 2.11"),
+        ("2.11.0a0+git1", "AUTO", "2_11", ""),
+        ("2.14.1", "AUTO", "2_14", ""),
+        ("2.15.0", "AUTO", "", "newer than 2.14"),
+        ("3.0.1", "ON", "3_0", ""),
+    ],
 )
 def test_a_build_takes_a_torch_that_this_backend_knows(
-    tmp_path: Path, version: str, found: str
+    tmp_path: Path, version: str, wanted: str, found: str, why_not: str
 ) -> None:
     package = tmp_path / "torch"
     (package / "include").mkdir(parents=True)
@@ -335,11 +343,12 @@ def test_a_build_takes_a_torch_that_this_backend_knows(
     (package / "version.py").write_text(f"__version__ = '{version}'\n")
     finder = Path(__file__).resolve().parents[2] / "csrc" / "torch" / "find_torch.py"
     said = subprocess.run(
-        [sys.executable, finder], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
+        [sys.executable, finder, wanted], env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert said.stdout == (f"{found};{package}" if found else "")
     assert said.returncode == (not found)
-    assert ("older than 2.11" in said.stderr) == (not found)
+    assert why_not in said.stderr and bool(said.stderr) == (not found)
 
 
 def test_an_extension_for_another_python_is_none(
