@@ -123,11 +123,11 @@ class Bench:
 
     def first_calls_of_torch(self) -> None:
         for count in (1 << 10, 1 << 25):  # NCCL connects as an algorithm needs it
-            x = torch.ones(count, device=self.device, dtype=torch.bfloat16)
-            part = x[: count // self.comm.size]
-            distributed.all_reduce(x)
-            distributed.reduce_scatter_tensor(part.clone(), x)
-            distributed.all_gather_into_tensor(x, part.clone())
+            part = torch.ones(count, device=self.device, dtype=torch.bfloat16)
+            whole = part.repeat(self.comm.size)
+            distributed.all_reduce(part)
+            distributed.reduce_scatter_tensor(part, whole)
+            distributed.all_gather_into_tensor(whole, part)
 
     def first_calls_of_ours(self) -> None:
         for comm in (self.comm, self.solo):
