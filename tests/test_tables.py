@@ -112,6 +112,12 @@ def test_a_prediction_says_where_what_is_chosen_was_measured():
     assert "measured at another size" not in text
 
 
+def test_a_prediction_does_not_say_of_what_is_forced_that_it_was_measured():
+    tuner = Tuner([0] * 4, True, parse_rules("all_reduce:ring"))
+    text = explain("all_reduce", 4, [0] * 4, one_region=True, tuner=tuner)
+    assert "as predicted; what is chosen is forced" in text
+
+
 def test_a_table_of_the_largest_calls_decides_up_to_the_largest_size():
     found = [Measurement("ring", "all_reduce", size, 1.0) for size in (1 << 62, ANY_SIZE)]
     table = tables.Table(tables.choices_of(found), {}, found)

@@ -176,7 +176,8 @@ def explain(
     own = mine.measured if measured else mine.predicted
     if fastest.algorithm != choice and known and own and own > 1.1 * known:
         where = "at another size" if tuner.is_measured(collective, nbytes) else "elsewhere"
-        how = "as measured" if measured else f"as predicted; what is chosen was measured {where}"
+        origin = "is forced" if forced else f"was measured {where}"
+        how = "as measured" if measured else f"as predicted; what is chosen {origin}"
         lines += [
             "",
             f"{fastest.algorithm} is {own / known:.1f}x faster here ({how}). To force it:",
