@@ -139,7 +139,7 @@ inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
                                       void (*kernel)(Parameters...), Arguments&&... arguments) {
   auto copies = std::make_shared<std::tuple<std::decay_t<Parameters>...>>(
       std::forward<Arguments>(arguments)...);
-  if (config->numAttrs != 0) emulated::note_early(config->gridDim.x);
+  emulated::note_launch(config->gridDim.x, config->numAttrs != 0);
   return emulated::launch(config->gridDim, config->blockDim, config->stream,
                           [kernel, copies] { std::apply(kernel, *copies); });
 }

@@ -44,9 +44,9 @@ unsigned warp_ballot(unsigned mask, bool own);
 void run_block(const Block& block, const std::function<void()>& kernel);
 // Puts a kernel on a stream.
 cudaError_t launch(Dim3 grid, Dim3 threads, cudaStream_t stream, std::function<void()> kernel);
-// Notes that a kernel of so many blocks may start before the one before it has ended: it does not
-// here.
-void note_early(unsigned blocks);
+// Notes that a kernel has so many blocks, and whether it may start before the one before it has
+// ended: it does not here.
+void note_launch(unsigned blocks, bool early);
 
 }  // namespace emulated
 #pragma GCC visibility pop

@@ -21,7 +21,7 @@ using namespace emulated;
 
 namespace {
 
-std::atomic<unsigned> largest_early{0};
+std::atomic<unsigned> largest{0}, largest_early{0};
 
 // Something that will be done.
 class Completion {
@@ -265,9 +265,11 @@ void wait_for_all_devices() {
 
 // ---- launches -----------------------------------------------------------------------------------
 
-void note_early(unsigned blocks) {
-  unsigned before = largest_early;
-  while (before < blocks && !largest_early.compare_exchange_weak(before, blocks)) {
+void note_launch(unsigned blocks, bool early) {
+  for (std::atomic<unsigned>* noted : {&largest, early ? &largest_early : &largest}) {
+    unsigned before = *noted;
+    while (before < blocks && !noted->compare_exchange_weak(before, blocks)) {
+    }
   }
 }
 
@@ -450,7 +452,9 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 // For tests: events that were made and not destroyed.
 __attribute__((visibility("default"))) int emulatedEvents() { return live_events; }
 
-// For tests: blocks of the largest kernel that was to start early, of those since this was asked.
+// For tests: blocks of the largest kernel, and of the largest that was to start early, of those
+// since this was asked.
+__attribute__((visibility("default"))) unsigned emulatedLargest() { return largest.exchange(0); }
 __attribute__((visibility("default"))) unsigned emulatedLargestEarly() {
   return largest_early.exchange(0);
 }

@@ -20,7 +20,9 @@ from on_device import EMULATED, OnDevice, back, filled, run_on
 
 import collectives as cc
 from collectives import _core
+from collectives import device as engines
 from collectives.array import Stream
+from collectives.tuning.device import Launch
 
 pytestmark = MARK
 
@@ -101,6 +103,28 @@ def test_kernels_that_start_early_leave_room() -> None:
     room = 2 * int(os.environ.get("EMULATED_PROCESSORS", "8"))  # blocks
     found = run_on(2, ALL, body, timeout=20)[0]
     assert found[0] == 1 and max(found) <= room // 4, found
+
+
+@TWO_GPUS
+@pytest.mark.skipif(
+    not EMULATED, reason="CUDA does not tell how many blocks ran; tests/emulated, in CI, does"
+)
+def test_calls_that_need_no_fifos_leave_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call shall leave multiprocessors to a stream that computes."""
+    how = Launch(blocks=3, straight_blocks=2, pull=True)
+    monkeypatch.setattr(engines, "device_launch", lambda *_: how)
+    library = ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
+
+    def body(comm: OnDevice) -> tuple[int, bool]:
+        comm.meet()
+        if comm.rank == 0:
+            library.emulatedLargest()
+        found = comm.all_reduce(np.ones(200_000, "float32"), algorithm="direct_two_shot")
+        return library.emulatedLargest() if comm.rank == 0 else 0, bool((found == 2).all())
+
+    for symmetric, blocks in ((False, 3), (True, 2)):
+        ((most, right), (_, other)) = run_on(2, ALL, body, symmetric=symmetric, timeout=20)
+        assert right and other and most == blocks, (symmetric, most)
 
 
 def test_a_work_in_a_graph() -> None:
