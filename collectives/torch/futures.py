@@ -41,8 +41,8 @@ class Future(torch.futures.Future):
             try:
                 with Callback(key):
                     value = callback(self)
-            except Exception as error:  # it is the child's, as torch does it
-                child.set_exception(error)
+            except BaseException as error:  # it is the child's, as torch does it
+                child.set_exception(as_future_error(error))
             else:
                 child.set_result(value)
 
@@ -89,4 +89,4 @@ class Future(torch.futures.Future):
 
 def as_future_error(error: BaseException) -> Exception:
     """An error as a future takes it."""
-    return error if isinstance(error, Exception) else RuntimeError(str(error))
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))

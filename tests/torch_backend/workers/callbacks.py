@@ -108,6 +108,22 @@ def callbacks_on_two_groups() -> None:
 
 
 @check
+def a_callback_that_ends_its_thread() -> None:
+    """Who waits for what follows from it is told."""
+
+    def leave(future: Any) -> None:
+        raise SystemExit(3)
+
+    end = start_call(1.0).then(leave).then(lambda f: f.value())
+    try:
+        end.wait()
+    except RuntimeError as error:
+        assert "SystemExit(3)" in str(error), error
+    else:
+        raise AssertionError("the callback's error is lost")
+
+
+@check
 def futures_of_several_calls() -> None:
     n = dist.get_world_size()
     both = torch.futures.collect_all([start_call(1.0), start_call(2.0)])
