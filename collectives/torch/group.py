@@ -22,7 +22,19 @@ from .base import BaseGroup
 from .joining import Meeting
 from .profiling import profiled, shown
 from .sparse import all_reduce_sparse
-from .tensors import SUM, Call, Op, Tensor, dense, divide_integers, expect, moved, op_for, reduced
+from .tensors import (
+    PLAIN,
+    SUM,
+    Call,
+    Op,
+    Tensor,
+    dense,
+    divide_integers,
+    expect,
+    moved,
+    op_for,
+    reduced,
+)
 from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
 from .untraced import untraced_methods
@@ -77,16 +89,16 @@ class CollectivesGroup(Transfers, BaseGroup):
             tensors = [tensors]
         if opts is None or not hasattr(opts, "reduceOp"):
             opts = _plain_op(opts, op)
-        if len(tensors) == 1 and not opts.asyncOp:
-            tensor = tensors[0]
-            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_sparse:
-                done = self._all_reduce_now(tensor, opts)
-                if done is not None:
-                    return done
-        if len(tensors) == 1 and opts.asyncOp and tensors[0].is_cuda:
-            beside = self._short.all_reduce(self, tensors[0], opts)
-            if beside is not None:
-                return beside
+        if len(tensors) == 1 and type(tensor := tensors[0]).__torch_dispatch__ is PLAIN:
+            if not opts.asyncOp:
+                if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_sparse:
+                    done = self._all_reduce_now(tensor, opts)
+                    if done is not None:
+                        return done
+            elif tensor.is_cuda:
+                beside = self._short.all_reduce(self, tensor, opts)
+                if beside is not None:
+                    return beside
         return self._all_reduce(tensors, opts)
 
     def _all_reduce_now(self, tensor: Tensor, opts: Any) -> Any:
@@ -103,6 +115,8 @@ class CollectivesGroup(Transfers, BaseGroup):
             return None
         number, times = reduced(dtype)
         pointer, count = tensor.data_ptr(), tensor.numel() * times
+        if not pointer and count:
+            return None
         self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)
         return DONE
 

@@ -93,6 +93,26 @@ def expect_strided(tensor: Tensor) -> None:
         raise ArrayTypeError(f"a tensor of layout {tensor.layout} cannot be used here: to_dense()")
 
 
+# Of torch's own tensors and parameters. A subclass that takes operations over from torch has
+# another one, and may have no memory of its own.
+PLAIN = Tensor.__torch_dispatch__
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """The tensor, or what it stands for: the result of a functional collective is waited for.
+    ArrayTypeError if it has no memory of its own, as a DTensor or a fake tensor.
+    """
+    if type(tensor).__torch_dispatch__ is not PLAIN and hasattr(tensor, "trigger_wait"):
+        tensor = tensor.trigger_wait()
+    # A view of no memory has its offset for an address.
+    if tensor.data_ptr() == tensor.storage_offset() * tensor.element_size() and tensor.numel():
+        raise ArrayTypeError(
+            f"a {type(tensor).__name__} without memory of its own cannot be used here: pass the "
+            "tensor that holds the data, such as to_local() of a DTensor"
+        )
+    return tensor
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy."""
     expect_strided(tensor)
@@ -161,14 +181,13 @@ class Call:
 
     def source(self, tensor: Tensor) -> Tensor:
         """Memory to read the tensor from."""
-        self._check(tensor)
-        held = dense(tensor)
+        held = dense(self._checked(tensor))
         self.keep.append(held)
         return held
 
     def target(self, tensor: Tensor, *, loaded: bool = False) -> Tensor:
         """Memory to write the tensor to; with `loaded`, it holds its values first."""
-        self._check(tensor)
+        tensor = self._checked(tensor)
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             self.keep.append(tensor)
             return tensor
@@ -184,9 +203,8 @@ class Call:
 
     def source_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Memory to read the tensors from, one behind the other."""
-        tensors = list(tensors)  # the caller may change its list while the call goes on
-        for tensor in tensors:
-            self._check(tensor)
+        # Another list: the caller may change its own while the call goes on.
+        tensors = [self._checked(tensor) for tensor in tensors]
         if follow_each_other(tensors):
             self.keep.append(tensors)
             return next((t for t in tensors if t.numel()), tensors[0])
@@ -196,9 +214,7 @@ class Call:
 
     def target_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Memory to write the tensors to, one behind the other."""
-        tensors = list(tensors)
-        for tensor in tensors:
-            self._check(tensor)
+        tensors = [self._checked(tensor) for tensor in tensors]
         if follow_each_other(tensors):
             self.keep.append(tensors)
             return next((t for t in tensors if t.numel()), tensors[0])
@@ -217,13 +233,14 @@ class Call:
         self.after.append(spread)
         return flat
 
-    def _check(self, tensor: Tensor) -> None:
+    def _checked(self, tensor: Tensor) -> Tensor:
         expect_strided(tensor)
         if device_of(tensor) != self.device:
             raise ArrayError(
                 f"tensors on {self.device or 'cpu'} and on {tensor.device} in one call; move them "
                 "to the same device"
             )
+        return with_memory(tensor)
 
 
 def divide_integers(tensor: Tensor, by: int) -> None:

@@ -12,7 +12,7 @@ from ..work import Held
 from .base import BaseGroup
 from .moving import MovedWork
 from .profiling import shown
-from .tensors import Call, Tensor, dense, moved
+from .tensors import Call, Tensor, dense, expect_strided, moved, with_memory
 from .work import TransferHandle, TransferWork
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class Transfers(BaseGroup):
         if self._from_gpu(tensor):
             call = Call(tensor)
             return self._move(True, peer, tag, call, call.source(tensor), tensor)
-        held = dense(tensor if tensor.is_cpu else tensor.detach().cpu())
+        expect_strided(tensor)
+        held = dense(with_memory(tensor) if tensor.is_cpu else tensor.detach().cpu())
         number, _ = moved(held)
         message = (True, peer, tag, number, held.data_ptr(), held.nbytes)
         return self._post(message, [tensor], None, (tensors, held))

@@ -37,6 +37,10 @@ def test_every_call(n: int) -> None:
     assert "all checks passed" in result.expect(status=0).output
 
 
+def test_functional_calls() -> None:
+    assert "all checks passed" in ranks(3, "functional.py").expect(status=0).output
+
+
 def test_training() -> None:
     assert "all checks passed" in ranks(2, "training.py").expect(status=0).output
 
@@ -59,7 +63,7 @@ def test_one_backend_of_several(backends: str) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        "disagreement wrong_arguments again",
+        "disagreement wrong_arguments tensors_without_memory again",
         "lateness",
         "timeouts_set_later",
         "calls_out_of_callbacks_of_closed_groups",

@@ -574,35 +574,5 @@ def monitored_barriers() -> None:
         raise AssertionError("a rank is missing, and the barrier did not say so")
 
 
-@check
-def functional_and_dtensor() -> None:
-    from torch.distributed import _functional_collectives as functional
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    world = dist.group.WORLD
-    same(functional.all_reduce(torch.ones(3), "sum", world) + 0, [float(n())] * 3)
-    same(functional.all_reduce(torch.ones(3), "avg", world) + 0, [1.0] * 3)
-    same(functional.broadcast(torch.full((2,), float(me())), 1, world) + 0, [1.0, 1.0])
-    gathered = functional.all_gather_tensor(torch.full((2,), float(me())), 0, world)
-    same(gathered + 0, torch.arange(float(n())).repeat_interleave(2))
-    scattered = functional.reduce_scatter_tensor(torch.ones(2 * n()), "sum", 0, world)
-    same(scattered + 0, [float(n())] * 2)
-    exchanged = functional.all_to_all_single(torch.arange(float(n())), None, None, world)
-    same(exchanged + 0, [float(me())] * n())
-    pair = functional.all_reduce_coalesced([torch.ones(3), torch.ones(1)], "sum", world)
-    same(pair[1] + 0, [float(n())])
-    mesh = dist.init_device_mesh("cpu", (n(),))
-    full = torch.arange(4.0 * n()).reshape(2 * n(), 2)
-    sharded = distribute_tensor(full, mesh, [Shard(0)])
-    same(sharded.full_tensor(), full)
-    ones = distribute_tensor(torch.ones(2, 1), mesh, [Replicate()])
-    product = (sharded @ ones).redistribute(mesh, [Replicate()])
-    same(product.to_local(), full.sum(1, keepdim=True))
-    partial = DTensor.from_local(torch.ones(2), mesh, [dist.tensor.Partial()])
-    same(partial.full_tensor(), [float(n())] * 2)
-    across = DTensor.from_local(torch.full((n(), 1), float(me())), mesh, [Shard(1)])
-    same(across.redistribute(mesh, [Shard(0)]).to_local(), torch.arange(float(n())).unsqueeze(0))
-
-
 if __name__ == "__main__":
     run_all()

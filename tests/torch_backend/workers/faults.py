@@ -71,6 +71,33 @@ def wrong_arguments() -> None:
     assert x[0] == size
 
 
+def tensors_without_memory() -> None:
+    """Those of torch that stand for others, or for nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, size = start()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    freed = torch.ones(3)[1:]
+    freed.untyped_storage().resize_(0)
+    for x, kind in ((sharded, "DTensor"), (fake, "FakeTensor"), (freed, "Tensor")):
+        peer, outs = (rank + 1) % size, list(torch.empty(size, x.numel()))
+        for do in (
+            lambda x=x: dist.all_reduce(x, async_op=True),
+            lambda x=x: dist.broadcast(x, 0),
+            lambda x=x, outs=outs: dist.all_gather(outs, x),
+            lambda x=x, outs=outs: dist.gather(x, outs if rank == 0 else None),
+            lambda x=x, peer=peer: dist.isend(x, peer),
+            lambda x=x, peer=peer: dist.irecv(x, peer),
+        ):
+            raises(TypeError, do, f"a {kind} without memory of its own")
+    raises(TypeError, lambda: dist.all_reduce(sharded), "to_local()")
+    raises(TypeError, lambda: dist.all_reduce(fake), "FakeTensor")
+
+
 def outputs_of_another_size() -> None:
     """Nothing is read behind the end of the input."""
     rank, size = start()
