@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import models
 import pytest
@@ -13,7 +14,7 @@ from training import make
 from worlds import outcomes
 
 import collectives as cc
-from collectives.train import Metrics, Sampler
+from collectives.train import Metrics, Sampler, checkpoint
 from collectives.train.progress import Bar
 
 
@@ -73,6 +74,30 @@ def test_metrics_that_cannot_be_written_any_more_end_no_step(tmp_path):
     with pytest.warns(RuntimeWarning, match="metrics of step 1 and all after it") as told:
         assert cc.run_threads(2, body) == [2, 2]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_rank_without_memory_tells_the_others(call, tmp_path, monkeypatch):
+    """They wait for it, in the middle of a checkpoint."""
+    pytest.importorskip("safetensors")
+    where = {"save": (checkpoint, "_write"), "load": (Path, "read_bytes")}[call]
+    ordinary = getattr(*where)
+
+    def fails(path, *more):
+        if path.name == "rank-1.safetensors":
+            raise MemoryError
+        return ordinary(path, *more)
+
+    def body(comm):
+        trainer = make(comm, (1, None))
+        trainer.save(tmp_path)
+        comm.barrier()
+        monkeypatch.setattr(*where, fails)
+        comm.barrier()
+        with pytest.raises(cc.CollectiveError, match=r"^rank 1.*: MemoryError$"):
+            getattr(trainer, call)(tmp_path)
+
+    cc.run_threads(2, body, timeout=20)
 
 
 def test_the_bar_is_for_terminals():

@@ -105,8 +105,8 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             }
             for key, x in arrays.items()
         }
-    except OSError as problem:
-        error = f"rank {comm.rank} cannot write to {folder}: {problem}"
+    except (OSError, MemoryError) as problem:
+        error = f"rank {comm.rank} cannot write to {folder}: {_words(problem)}"
     except CollectiveError as problem:  # of the sampler, or an array that no checkpoint can hold
         error = str(problem)
     _raise_any(comm, error)
@@ -231,13 +231,14 @@ def _raise_any(comm: Any, error: str) -> None:
 # ---- reading ------------------------------------------------------------------------------------
 
 
-_WRONG = (OSError, ValueError, KeyError, TypeError)  # the last two: not what `save` writes
+# The last two: not what `save` writes.
+_WRONG = (OSError, MemoryError, ValueError, KeyError, TypeError)
 
 
 def _words(problem: Exception) -> str:
     if isinstance(problem, (KeyError, TypeError)) and not isinstance(problem, CollectiveError):
         return f"{INDEX} is not as this version writes it: {described(problem)}"
-    return str(problem)
+    return str(problem) or described(problem)
 
 
 def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
@@ -430,6 +431,8 @@ class _Reader:
                 self._files[file] = {name: array["data"] for name, array in found}
             except FileNotFoundError:
                 raise CheckpointError(f"{path}, which holds {key!r}, is missing") from None
+            except MemoryError:
+                raise
             except Exception as error:  # the package raises its own kind for each damage
                 raise CheckpointError(
                     f"{path}, which holds {key!r}, is cut short or damaged: {error}"
