@@ -232,6 +232,15 @@ def test_what_leaves_a_node_is_not_sent_within_it():
 # ---- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("nodes", [[0] * 8, list(range(8)), [0, 0, 0, 1, 1, 2, 2, 2]])
+def test_gather_takes_as_long_as_what_the_root_receives(nodes):
+    """One shot sends an eighth of what the root receives, whose link is the same for all ways."""
+    transport = "mpi" if len(set(nodes)) in (1, 8) else "shm+mpi"
+    names = ("direct_one_shot", "binomial_tree")
+    times = [model.predict(name, "gather", 1 << 30, nodes, transport) for name in names]
+    assert max(times) < 1.5 * min(times)
+
+
 def test_files_hold_layouts_side_by_side(tmp_path):
     path = tmp_path / "deep" / "table.json"
     rows = measured(ring=(1e-6, 2e-6, 3e-6))

@@ -1,7 +1,8 @@
 """What a call has to do, by its schedule and by what runs it: what the cost model multiplies.
 
 Steps are messages on the longest chain, bytes those of the rank that sends or combines most; all
-come from `Schedule.cost`. The kind of a call says whose figures count.
+come from `Schedule.cost`. Of gather, where the root receives what all others send, the bytes of the
+rank that receives most count, where they are more. The kind of a call says whose figures count.
 
 On hosts: "direct" for the direct algorithms of ranks that share memory, "assembled" for small calls
 that travel with the agreement of ranks that do not, "steps" for all else, which the general engine
@@ -19,7 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..schedule import is_written, schedule
+from ..schedule import Schedule, is_written, schedule
 from . import ASSEMBLED, ASSEMBLED_BY_NODE, BY_NODE, segment_bytes
 from .device import SENT_FACTOR, device_way
 
@@ -169,8 +170,24 @@ def shares(
 
 def _whole(algorithm: str, collective: str, nodes: tuple[int, ...], root: int) -> Share:
     """What goes over links that are all of one kind."""
-    cost = schedule(algorithm, collective, len(nodes), root=root, node=_named(nodes)).cost()
-    return Share(cost["steps"], cost["sent_max"], cost["reduced_max"])
+    built = schedule(algorithm, collective, len(nodes), root=root, node=_named(nodes))
+    cost, sent = built.cost(), 0.0
+    if collective == "gather":
+        sent, _ = _arriving(built, [0] * len(nodes))
+    return Share(cost["steps"], max(sent, cost["sent_max"]), cost["reduced_max"])
+
+
+def _arriving(built: Schedule, nodes: Sequence[int]) -> tuple[float, float]:
+    """What the rank that receives most receives from its node, and the node that receives most from
+    others, in units of the whole vector.
+    """
+    within, entering = [0] * len(nodes), dict.fromkeys(nodes, 0)
+    for t in (t for transfers in built.rounds for t in transfers):
+        near = nodes[t.src] == nodes[t.dst]
+        within[t.dst] += near
+        entering[nodes[t.dst]] += not near
+    chunks = max(1, built.nchunks)
+    return max(within) / chunks, max(entering.values()) / chunks
 
 
 def _sizes(algorithm: str, collective: str, nodes: tuple[int, ...], root: int) -> tuple[int, float]:
@@ -208,10 +225,11 @@ def _shares(
             within[t.src] += nodes[t.src] == nodes[t.dst]
         chunks = len(nodes) if collective == "all_to_all" else built.nchunks
         sent = max(within) / max(1, chunks)
-    return (
-        Share(cost["steps"] - crossing, sent, cost["reduced_max"]),
-        Share(crossing, cost["internode_sent_max"], 0),
-    )
+    leaving = cost["internode_sent_max"]
+    if collective == "gather":
+        received, entering = _arriving(built, nodes)
+        sent, leaving = max(sent, received), max(leaving, entering)
+    return Share(cost["steps"] - crossing, sent, cost["reduced_max"]), Share(crossing, leaving, 0)
 
 
 _cached_shares = functools.lru_cache(maxsize=512)(_shares)
