@@ -195,6 +195,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         for output, blocks in zip(outputs, inputs, strict=True):
             expect("reduce_scatter: the list of inputs", len(blocks), self._size)
             expect("reduce_scatter: output", output.numel(), blocks[self._rank].numel())
+            for block in blocks:
+                _same_dtype("reduce_scatter", output, block)
             op = op_for(opts.reduceOp, output.dtype)
             number, times = reduced(output.dtype)
             source, target = call.source_of(blocks), call.target(output)
@@ -422,6 +424,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         call = Call(inputs[0])
         expect("all_to_all: the list of outputs", len(outputs), self._size)
         expect("all_to_all: the list of inputs", len(inputs), self._size)
+        for tensor in (*outputs, *inputs):
+            _same_dtype("all_to_all", tensor, inputs[0])
         source, target = call.source_of(inputs), call.target_of(outputs)
         if target.numel() and target.data_ptr() == source.data_ptr():
             source = torch.cat([t.detach().reshape(-1) for t in inputs])
@@ -519,6 +523,8 @@ class CollectivesGroup(Transfers, BaseGroup):
                 raise ArrayError(f"all_to_all: {what} has {rows} rows for {self._size} ranks")
             splits = [rows // self._size] * self._size
         expect(f"all_to_all: {what} splits", len(splits), self._size)
+        if min(splits) < 0:
+            raise ArrayError(f"all_to_all: {what} splits {list(splits)} must not be negative")
         if sum(splits) != rows:
             raise ArrayError(
                 f"all_to_all: {what} has {rows} rows, its splits {list(splits)} sum to "

@@ -112,6 +112,14 @@ def outputs_of_another_size() -> None:
     raises(ValueError, gather([[x] for x in outs()]), "6 elements, needed are 2")
     raises(ValueError, gather([[x.short()] for x in outs(2)]), "int16")
     raises(ValueError, gather([[torch.zeros(2)]] * (size + 1)), f"{size + 1} elements")
+    long = torch.zeros(2, dtype=torch.float64)
+    for blocks in ([mine] * size, [long] * (size - 1) + [mine]):
+        raises(ValueError, lambda b=blocks: group.reduce_scatter([long], [b]), "float32", "float64")
+        raises(ValueError, lambda b=blocks: group.alltoall([long] * size, b), "float32", "float64")
+    if size > 1:
+        splits = [3, -1] + [0] * (size - 2)
+        split_call = (torch.zeros(2), mine, splits, splits)
+        raises(ValueError, lambda: dist.all_to_all_single(*split_call), "negative")
     if rank == 0:  # the others have no outputs
         raises(ValueError, lambda: dist.gather(mine, outs()), "6 elements, needed are 2")
     if size == 1:  # where there are others, they say what they expect
