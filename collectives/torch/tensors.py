@@ -161,6 +161,7 @@ class Call:
         self.after: list[Callable[[], Any]] = []
         self.keep: list[Any] = []
         self.device = None if sample is None else device_of(sample)
+        self._inference = torch.is_inference_mode_enabled()
 
     @property
     def title(self) -> str:
@@ -173,7 +174,8 @@ class Call:
             return None
 
         def run() -> None:
-            with torch.no_grad():
+            # In the mode of the call, which may have been made elsewhere, or by another thread.
+            with torch.inference_mode(self._inference), torch.no_grad():
                 for do in self.after:
                     do()
 

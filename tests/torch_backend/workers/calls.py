@@ -181,6 +181,21 @@ def strides() -> None:
 
 
 @check
+def tensors_of_inference_mode() -> None:
+    """Waited for outside of it, or by the thread of a future."""
+    for wait in (lambda work: work.wait(), lambda work: work.get_future().wait()):
+        with torch.inference_mode():
+            x = torch.ones(2, 3).t()
+            work = dist.all_reduce(x, async_op=True)
+        wait(work)
+        same(x, torch.full((3, 2), float(n())))
+    x = torch.ones(2, 3).t()
+    before = x._version
+    dist.all_reduce(x)
+    assert x._version > before and not x.is_inference()
+
+
+@check
 def broadcast_and_reduce() -> None:
     for dtype, root, count in itertools.product(
         (*FLOATS, *INTEGERS, *COMPLEX, *FLOAT8, *OTHER), range(n()), (0, 1, 1001)
