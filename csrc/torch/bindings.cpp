@@ -143,9 +143,16 @@ struct Asked {
   bool beside = false;
 };
 
+// False for those of subclasses that take operations over from torch, such as a DTensor, and for
+// those whose memory was freed.
+bool has_memory(const at::Tensor& tensor) {
+  return !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage() &&
+         (tensor.numel() == 0 || tensor.storage().data() != nullptr);
+}
+
 bool is_plain(const at::Tensor& tensor) {
-  return !tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg();
+  return !tensor.is_cpu() && tensor.layout() == at::kStrided && has_memory(tensor) &&
+         tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 // The tensor of a Python object; an undefined one if it is none.

@@ -213,9 +213,15 @@ def test_a_plan_is_asked_once_for_each_kind_of_call(gpu: Any, group: Any) -> Non
 
 
 def test_what_goes_the_long_way(gpu: Any, group: Any) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
     method, gather = group.method("all_reduce"), group.method("all_gather")
     x, opts, gathers = tensor(gpu), options(), AllgatherOptions()
     premul, square = dist._make_nccl_premul_sum(2.0), torch.zeros(4, 4)
+    under_way = AsyncCollectiveTensor(x)
+    host = torch.zeros(8)
+    host.untyped_storage().resize_(0)
+    freed = gpu.there(host)
     asked: list[tuple[Any, Any, dict[str, Any]]] = [
         (method, ([x, x], opts), {}),  # several
         (method, ([x],), {}),  # no options
@@ -223,6 +229,8 @@ def test_what_goes_the_long_way(gpu: Any, group: Any) -> None:
         (method, ([x], opts), {"timeout": 1}),
         (method, ([torch.zeros(4)], opts), {}),  # on the host
         (method, ([gpu.there(square.t())], opts), {}),  # strides
+        (method, ([under_way], opts), {}),  # no memory of its own
+        (method, ([freed], opts), {}),
         (method, ([x], options(op=premul)), {}),
         (method, ([3], opts), {}),
         (gather, (x, x), {}),
