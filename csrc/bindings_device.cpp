@@ -155,10 +155,9 @@ void bind_device(py::module_& m) {
         options.bulk = bulk;
         return py::reinterpret_steal<py::object>(make_device_options(std::move(options)));
       },
-      py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0,
-      py::arg("straight_blocks") = 0, py::arg("threads") = 0, py::arg("chunk") = 0,
-      py::arg("small") = false, py::arg("lines") = false, py::arg("pull") = false,
-      py::arg("bulk") = false);
+      py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("straight_blocks") = 0,
+      py::arg("threads") = 0, py::arg("chunk") = 0, py::arg("small") = false,
+      py::arg("lines") = false, py::arg("pull") = false, py::arg("bulk") = false);
 }
 
 void bind_staging(py::module_& m) {
