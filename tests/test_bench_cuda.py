@@ -5,6 +5,7 @@ real thing, and those are fakes that keep time (fake_cupy.py).
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import ClassVar
 
@@ -63,6 +64,9 @@ def test_tables_rows_and_header(capsys, monkeypatch, tmp_path):
     assert {row["mode"] for row in rows} == {"stream", "graph"}
     words = header["notes"]["host time of a call that is launched"]
     assert f"# host time of a call that is launched: {words}" in out
+    assert re.fullmatch(
+        r"median .* us over all tables, least .* us; of an empty .*: [\d.]+ us", words
+    )
 
 
 @pytest.mark.parametrize(
