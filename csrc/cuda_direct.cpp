@@ -92,6 +92,11 @@ void share_out(const Call& call, int rank, int n, OneShotCall& c) {
               c.send[q].parcels == c.parcels && c.receive[q].parcels == c.parcels;
 }
 
+// direct_two_shot out of and into the peers' arrays, or a half of it.
+bool needs_no_fifos(const TwoShotCall& c) {
+  return c.gather != Gather::push && c.spread != Spread::push;
+}
+
 bool has_root(Collective c) { return c == Collective::broadcast || c == Collective::reduce; }
 bool is_two_shot(Collective c) {
   return c == Collective::all_reduce || c == Collective::reduce_scatter ||
@@ -254,7 +259,7 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
     for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};
     longest = blocks_of.longest(n) * e;
   }
-  const bool straight = c.gather != Gather::push && c.spread != Spread::push;
+  const bool straight = needs_no_fifos(c);
   const int limit =
       straight && options.straight_blocks > 0 ? options.straight_blocks : options.blocks;
   const int most = limit > 0 ? std::min(limit, blocks) : blocks;
@@ -275,7 +280,7 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
 // All ranks need not answer alike: the signals are the same.
 bool DeviceCommunicator::Impl::can_copy_in_bulk(const Call& call, const TwoShotCall& c,
                                                 int grid) const {
-  if (!hopper || c.gather == Gather::push || c.spread == Spread::push) return false;
+  if (!hopper || !needs_no_fifos(c)) return false;
   if (c.gather != Gather::none && !two_shot_is_fast(c)) return false;
   // A block has a multiprocessor's shared memory for itself.
   if (grid * std::max(1, config.sharing) > processors) return false;

@@ -8,11 +8,13 @@ import contextlib
 
 import torch
 
+_UNSEEN = contextlib.nullcontext()
+
 profiled = torch.autograd._profiler_enabled  # whether ranges are recorded on this thread
 
 
 def shown(title: str) -> contextlib.AbstractContextManager[object]:
     """`with shown("broadcast"):` is a range of the profiler, if that is on."""
     if not profiled():
-        return contextlib.nullcontext()
+        return _UNSEEN
     return torch.profiler.record_function(f"collectives:{title}")

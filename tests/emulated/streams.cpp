@@ -265,12 +265,15 @@ void wait_for_all_devices() {
 
 // ---- launches -----------------------------------------------------------------------------------
 
-void note_launch(unsigned blocks, bool early) {
-  for (std::atomic<unsigned>* noted : {&largest, early ? &largest_early : &largest}) {
-    unsigned before = *noted;
-    while (before < blocks && !noted->compare_exchange_weak(before, blocks)) {
-    }
+static void raise_to(std::atomic<unsigned>& noted, unsigned blocks) {
+  unsigned before = noted;
+  while (before < blocks && !noted.compare_exchange_weak(before, blocks)) {
   }
+}
+
+void note_launch(unsigned blocks, bool early) {
+  raise_to(largest, blocks);
+  if (early) raise_to(largest_early, blocks);
 }
 
 cudaError_t launch(Dim3 grid, Dim3 threads, cudaStream_t stream, std::function<void()> kernel) {

@@ -27,6 +27,15 @@ from collectives.tuning.device import Launch
 pytestmark = MARK
 
 ALL = list(range(GPUS))
+# CUDA does not tell how many blocks a kernel was launched with. The emulated runtime notes it; CI
+# runs these tests there, and skips none.
+LAUNCHES_ARE_SEEN = pytest.mark.skipif(
+    not EMULATED, reason="only tests/emulated, in CI, tells of the kernels that were launched"
+)
+
+
+def emulated_runtime() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
 
 
 def test_waiting_for_a_call_does_not_wait_for_later_ones() -> None:
@@ -81,14 +90,12 @@ def test_closing_waits_for_no_kernel_of_another_rank(nodes: list[int] | None) ->
 
 
 @TWO_GPUS
-@pytest.mark.skipif(
-    not EMULATED, reason="CUDA does not tell what started early; tests/emulated, in CI, does"
-)
+@LAUNCHES_ARE_SEEN
 def test_kernels_that_start_early_leave_room() -> None:
     """Together with the kernel before them they take half of the GPU at most, so that small kernels
     of another communicator find room, for which a peer may wait.
     """
-    library = ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
+    library = emulated_runtime()
 
     def body(comm: OnDevice) -> list[int]:
         found = []
@@ -106,14 +113,12 @@ def test_kernels_that_start_early_leave_room() -> None:
 
 
 @TWO_GPUS
-@pytest.mark.skipif(
-    not EMULATED, reason="CUDA does not tell how many blocks ran; tests/emulated, in CI, does"
-)
+@LAUNCHES_ARE_SEEN
 def test_calls_that_need_no_fifos_leave_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call shall leave multiprocessors to a stream that computes."""
     how = Launch(blocks=3, straight_blocks=2, pull=True)
     monkeypatch.setattr(engines, "device_launch", lambda *_: how)
-    library = ctypes.CDLL(str(Path(_core.__file__).with_name("libemulated_cuda.so")))
+    library = emulated_runtime()
 
     def body(comm: OnDevice) -> tuple[int, bool]:
         comm.meet()
