@@ -22,6 +22,16 @@ NO_TRAINING = (
     "No results yet: `python -m collectives run -n 2 bench/train_gpu.py --json "
     "bench/results/train-gpu-2.json`, then `python bench/table.py`."
 )
+NO_BESIDE = (
+    "No results yet: `python -m collectives run -n 2 bench/beside_gpu.py --json "
+    "bench/results/beside-gpu-2.json`, then `python bench/table.py`."
+)
+BESIDE = {
+    "nccl": "NCCL",
+    "fifos": "kernel of 32 blocks, ordinary array",
+    "straight": "kernel of 16 blocks, symmetric buffer",
+    "copies": "copy engines, any array",
+}
 _NAMES = {"nccl": "NCCL", "gloo": "Gloo", "collectives": "this backend"}
 _KINDS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 
@@ -35,6 +45,32 @@ def _rows(head: list[str], body: list[list[str]]) -> list[str]:
 
 def _range(spread: list[float], digits: int) -> str:
     return f"{spread[0]:.{digits}f} to {spread[1]:.{digits}f}"
+
+
+def beside(folder: Path) -> list[str]:
+    """A table for each run of bench/beside_gpu.py."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("beside-gpu-*.json")):
+        run: dict[str, Any] = json.loads(path.read_text())
+        ways = run["ways"]
+        lines += [
+            f"{run['ranks']} {run['device']}, torch {run['torch']}, NCCL {run['nccl']}; "
+            f"{run['layers']} all_reduces of {run['bytes'] / 2**20:.0f} MiB beside matrices that "
+            f"take {ways['none']['computing']:.1f} ms; the median of {run['rounds']} rounds, in "
+            f"milliseconds; commit {run['header']['commit'][:12]}, {run['header']['date'][:10]}.",
+            "",
+        ]
+        head = ["", "computing takes longer by", "all takes longer by", "all_reduces alone take"]
+        body = [
+            [
+                words,
+                *(f"{ways[name][what]:.2f}" for what in ("computing_more", "all_more", "alone")),
+            ]
+            for name, words in BESIDE.items()
+            if name in ways
+        ]
+        lines += [*_rows(head, body), ""]
+    return lines[:-1] or [NO_BESIDE]
 
 
 def steps(folder: Path) -> list[str]:

@@ -237,9 +237,11 @@ class DeviceEngine:
         wrong: list[str] = []
         why = _why(lambda: wrong.append(core.probe_check()))
         answers, failed = self._ask(
-            "failed the self-test", why or wrong[0], lines=core.keeps_lines()
-        )
+            "failed the self-test", why or wrong[0], lines=core.keeps_lines(),
+            words=core.writes_words(),
+        )  # fmt: skip
         core.use_lines(all(a["lines"] for a in answers))
+        core.use_copies(all(a["words"] for a in answers))
         return failed
 
     def _ask(self, what: str, why: str, **more: Any) -> tuple[list[dict[str, Any]], str]:

@@ -82,7 +82,10 @@ void bind_device(py::module_& m) {
       .def("define", &DeviceCommunicator::define, Unlocked())
       .def("keeps_lines", &DeviceCommunicator::keeps_lines)
       .def("use_lines", &DeviceCommunicator::use_lines)
+      .def("writes_words", &DeviceCommunicator::writes_words)
+      .def("use_copies", &DeviceCommunicator::use_copies)
       .def_property_readonly("captured", &DeviceCommunicator::captured)
+      .def_property_readonly("exchanges", &DeviceCommunicator::exchanges)
       .def("make_segment", &DeviceCommunicator::make_segment, Unlocked())
       .def("open_segment", &DeviceCommunicator::open_segment, Unlocked())
       .def("release_segment", &DeviceCommunicator::release_segment, Unlocked())
@@ -142,7 +145,7 @@ void bind_device(py::module_& m) {
   m.def(
       "device_options",
       [](std::string algorithm, int blocks, int straight_blocks, int threads, std::uint64_t chunk,
-         bool small, bool lines, bool pull, bool bulk) {
+         bool small, bool lines, bool pull, bool bulk, bool copies) {
         DeviceOptions options;
         options.algorithm = std::move(algorithm);
         options.blocks = blocks;
@@ -153,11 +156,13 @@ void bind_device(py::module_& m) {
         options.lines = lines;
         options.pull = pull;
         options.bulk = bulk;
+        options.copies = copies;
         return py::reinterpret_steal<py::object>(make_device_options(std::move(options)));
       },
       py::arg("algorithm"), py::kw_only(), py::arg("blocks") = 0, py::arg("straight_blocks") = 0,
       py::arg("threads") = 0, py::arg("chunk") = 0, py::arg("small") = false,
-      py::arg("lines") = false, py::arg("pull") = false, py::arg("bulk") = false);
+      py::arg("lines") = false, py::arg("pull") = false, py::arg("bulk") = false,
+      py::arg("copies") = false);
 }
 
 void bind_staging(py::module_& m) {

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda_driver.hpp"
 #include "cuda_memory.hpp"
 
 namespace collectives::device {
@@ -15,21 +16,6 @@ using PointerGetAttribute = int (*)(void* value, int attribute, u64 address);
 using MemGetAddressRange = int (*)(u64* base, std::size_t* bytes, u64 address);
 enum : int { kBufferId = 7, kIsManaged = 8, kIsIpcCapable = 10, kMemoryPool = 17 };
 
-template <class Function>
-Function of_driver(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  cudaGetDriverEntryPointByVersion(name, &found, 11040, cudaEnableDefault, &result);
-#elif CUDART_VERSION >= 12000
-  cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
-#else
-  if (cudaGetDriverEntryPoint(name, &found, cudaEnableDefault) == cudaSuccess)
-    result = cudaDriverEntryPointSuccess;
-#endif
-  cudaGetLastError();
-  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
-}
 template <class T>
 bool ask(int attribute, u64 address, T* value) {
   static const auto function = of_driver<PointerGetAttribute>("cuPointerGetAttribute");

@@ -58,7 +58,8 @@ inline constexpr u32 kAboutShift = 8, kWhyShift = 16;
 static_assert(kMaxRanks < 1 << kAboutShift);
 struct Control {
   u32 abort;  // set by the host: such a word, for kernels that wait
-  u32 pad[31];
+  u32 pad[29];
+  u64 moves;  // how far calls by copy engines are, see CopiesStep
   Record record;
 };
 
@@ -85,8 +86,12 @@ struct State {
   Progress progress;
   u64 token;             // self-test: what peers must read here
   u64 probe[kMaxRanks];  // self-test: what each peer wrote here
+  // Written by each peer's stream: the number of the exchange that it has come to, of those of
+  // calls by copy engines; kReleased and more where this rank gave up.
+  u64 moved[kMaxRanks];
   Arrival arrivals[2][kMaxRanks];
 };
+inline constexpr u64 kReleased = 1ull << 62;
 
 inline constexpr int kLineThreads = 8;  // that handle a line together
 inline constexpr int kLineUnits = 15;   // of 8 bytes: the data of a line of 128 bytes
@@ -141,6 +146,8 @@ struct Geometry {
   u32 lines_each = 0;    // lines, for each peer and parity
   u64 controls = 0, slots = 0, packets = 0, lines = 0;
   u64 pairs = 0, transfers = 0, mail = 0;  // of sends and receives
+  // Of calls by copy engines: two landings from each peer, of so many bytes.
+  u64 landings = 0, landing_bytes = 0;
   u64 bytes = 0;
 };
 
@@ -248,22 +255,26 @@ struct Share {
   u64 begin, bytes;
 };
 
-struct TwoShotCall {
+// An array divided into shares, one for each of the ranks that combine or hand on.
+struct Shares {
+  bool input_is_share, output_is_share;  // all_gather; reduce_scatter
+  Share share[kMaxRanks];
+};
+
+struct TwoShotCall : Shares {
   DeviceWorld world;
   CallHead head;
   Arithmetic arithmetic;
   Gather gather;
   Spread spread;
   int root;  // of broadcast (which has no gather) and of reduce; else -1
-  bool input_is_share, output_is_share;  // all_gather; reduce_scatter
   const unsigned char* input;
   unsigned char* output;
   const unsigned char* inputs[kMaxRanks];  // of all ranks, to pull from
   unsigned char* outputs[kMaxRanks];       // of all ranks, to write to
-  Share share[kMaxRanks];
-  u64 block_bytes, chunk_bytes;  // of a share: what a block has, what a message carries
-  u32 chunks;                    // of a block
-  bool bulk;                     // by bulk copies: nothing goes through FIFOs, all is aligned to 16
+  u64 block_bytes, chunk_bytes;            // of a share: what a block has, what a message carries
+  u32 chunks;                              // of a block
+  bool bulk;  // by bulk copies: nothing goes through FIFOs, all is aligned to 16
 };
 
 struct ExchangeCall {
@@ -275,6 +286,36 @@ struct ExchangeCall {
   bool alike;                                 // all blocks are equal, as all ranks know
   u64 chunk_bytes;
   u32 chunks;  // of a block, for the pair that has the most
+};
+
+// ---- calls by copy engines: direct_two_shot beside a stream that computes -----------------------
+//
+// Copy engines bring the peers' shares, and streams wait for each other's words, so that no
+// multiprocessor is held while bytes are on their way (cuda_copies.cpp). An *exchange* is that all
+// ranks copy something to each other and say so. All are numbered, alike on all ranks.
+
+// A kernel behind an exchange, or the first of a call.
+struct CopiesStep {
+  DeviceWorld world;
+  CallHead head;
+  Arithmetic arithmetic;
+  // For Control::moves: 2 i + 1 if exchange i is what comes next in the call, 2 i + 2 if it was the
+  // last.
+  u64 moves;
+  bool last;      // of the call's kernels
+  u64 part;       // bytes of a block
+  bool combines;  // dst[0] = src[0] op src[1] op ..., else dst[i] = src[i]
+  int count;
+  const unsigned char* src[kMaxRanks];
+  unsigned char* dst[kMaxRanks];
+  u64 bytes[kMaxRanks];
+};
+
+// A look at a stream that has been waiting, by a thread of the host.
+struct CopiesLook {
+  DeviceWorld world;
+  u64 exchange;   // that it waits for
+  u64 waited_ns;  // and for how long
 };
 
 // What one rank combines by itself: dst[..] = src[0] op src[1] op ...
@@ -319,6 +360,11 @@ int launch_two_shot_lines(const OneShotCall& call, int blocks, void* stream);  /
 int launch_two_shot(const TwoShotCall& call, int blocks, void* stream);
 int launch_rooted(const TwoShotCall& call, int blocks, void* stream);  // with a root
 int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
+// Of a call by copy engines: tells the peers that this rank is in it; works; looks whether its
+// stream must not wait any more, and lets it go on then.
+int launch_copies_begin(const CopiesStep& step, void* stream);
+int launch_copies_step(const CopiesStep& step, int blocks, void* stream);
+int launch_copies_look(const CopiesLook& look, void* stream);
 int launch_transfer(const TransferCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
 // should be; `wrong` (device memory, one word a rank) says where it was not.
@@ -341,6 +387,7 @@ int allow_bulk();
 // Has the call a kernel for its arithmetic alone?
 bool two_shot_is_fast(const TwoShotCall& call);
 int exchange_residency(int* blocks);
+int load_copies();
 int transfer_residency(int* blocks);
 // Loads all kernels now; blocks that one multiprocessor holds at a time, of any kernel and of the
 // one-shot ones.

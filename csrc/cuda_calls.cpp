@@ -144,6 +144,8 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
     s.order |= Signature::kInLines;
   } else if (direct.kind == Kind::two_shot || direct.kind == Kind::exchange) {
     if (options.blocks > 0) s.order |= Signature::kInFewBlocks;
+  } else if (direct.kind == Kind::copies) {
+    s.order |= Signature::kByCopies;
   }
   s.root = rooted(call.collective) ? call.root : 0;
   s.count = Layout::blocked(call.collective)
@@ -221,6 +223,7 @@ Prepared& DeviceCommunicator::Impl::ready(const Call& call, const DeviceOptions&
   w[4] = call.out.total(config.nranks);
   static_assert(sizeof options.factor == 2 * sizeof(u64));
   std::memcpy(&w[5], options.factor, sizeof options.factor);
+  w[9] = last_capture != 0;
   if (!segments.empty()) {  // whether the arrays are symmetric buffers, and which
     w[7] = reinterpret_cast<std::uintptr_t>(call.input);
     w[8] = reinterpret_cast<std::uintptr_t>(call.output);
@@ -251,26 +254,34 @@ void DeviceCommunicator::Impl::run(const Call& call, const DeviceOptions& option
     refuse_freed(reinterpret_cast<const void*>(call.output));
   }
   if (registered != 0 && options.algorithm == "direct_two_shot") forget_freed(call);
+  follow(used);
   Prepared& made = ready(call, options);
   last_signature = made.signature;
-  follow(used);
   CallRecord* const record =
       calls->begin(call, made.signature.count, made.recorded_as, options.order, last_capture != 0);
-  const auto launch = [&](auto& c, auto kernel) {
+  const auto give = [&](auto& c) -> auto& {
     c.input = reinterpret_cast<const unsigned char*>(call.input);
     c.output = reinterpret_cast<unsigned char*>(call.output);
-    const auto launched = static_cast<cudaError_t>(kernel(c, made.grid, used));
-    if (launched != cudaSuccess) Recorder::end_transfer(record, CallState::failed);
-    check_cuda(launched, "launching a kernel");
+    return c;
   };
-  if (auto* one_shot = std::get_if<OneShotCall>(&made.call))
-    launch(*one_shot, one_shot->twice ? launch_two_shot_lines : launch_one_shot);
-  else if (auto* two_shot = std::get_if<TwoShotCall>(&made.call))
-    launch(*two_shot, two_shot->root < 0 ? launch_two_shot : launch_rooted);
-  else if (auto* exchange = std::get_if<ExchangeCall>(&made.call))
-    launch(*exchange, launch_exchange);
-  else
-    launch(std::get<PlanCall>(made.call), launch_plan);
+  const auto launch = [&](auto& c, auto kernel) {
+    check_cuda(static_cast<cudaError_t>(kernel(give(c), made.grid, used)), "launching a kernel");
+  };
+  try {
+    if (auto* one_shot = std::get_if<OneShotCall>(&made.call))
+      launch(*one_shot, one_shot->twice ? launch_two_shot_lines : launch_one_shot);
+    else if (auto* two_shot = std::get_if<TwoShotCall>(&made.call))
+      launch(*two_shot, two_shot->root < 0 ? launch_two_shot : launch_rooted);
+    else if (auto* copies_call = std::get_if<CopiesCall>(&made.call))
+      put_copies(give(*copies_call), used);
+    else if (auto* exchange = std::get_if<ExchangeCall>(&made.call))
+      launch(*exchange, launch_exchange);
+    else
+      launch(std::get<PlanCall>(made.call), launch_plan);
+  } catch (...) {
+    Recorder::end_transfer(record, CallState::failed);
+    throw;
+  }
   leave_mark(used);
 }
 
@@ -314,6 +325,9 @@ Prepared DeviceCommunicator::Impl::prepare(const Call& call, const DeviceOptions
       break;
     case DirectPath::Kind::two_shot:
       prepare_shares(direct, call, options, head, arithmetic, &made);
+      break;
+    case DirectPath::Kind::copies:
+      prepare_copies(call, options.chunk, head, arithmetic, &made);
       break;
     case DirectPath::Kind::exchange:
       prepare_pairs(call, options, head, &made);

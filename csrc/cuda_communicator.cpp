@@ -82,6 +82,7 @@ void DeviceCommunicator::Impl::close() {
   const OnDevice current(config.device, std::nothrow);
   if (recorded) cudaEventSynchronize(last_event);
   watch.reset();  // till then: whom a kernel waits for may die
+  copies_watch.reset();
   if (stream != nullptr) cudaStreamSynchronize(stream);  // what abort() writes to peers
 
   for (auto& [id, segment] : segments)  // symmetric buffers live as long as their arrays
@@ -249,6 +250,7 @@ DeviceCommunicator::~DeviceCommunicator() = default;
 
 int DeviceCommunicator::blocks() const { return impl_->blocks; }
 bool DeviceCommunicator::captured() const { return impl_->last_capture != 0; }
+std::uint64_t DeviceCommunicator::exchanges() const { return impl_->exchanges; }
 
 void DeviceCommunicator::allocate(Home home, int blocks) {
   const WhileCapturing relaxed;
@@ -303,6 +305,7 @@ void DeviceCommunicator::open(const std::vector<std::string>& handles) {
       reinterpret_cast<Progress*>(m.progress != nullptr ? m.progress->get() : m.arenas->own());
   m.world.timeout_ns = static_cast<u64>(std::min(m.config.timeout_s, 1e9) * 1e9);
   m.world.geometry = make_geometry(m.config.nranks, m.blocks, m.home);
+  m.exchanges = 1;  // in the self-test
   // What peers must read here in the self-test.
   const u64 token = 0x9e3779b97f4a7c15ULL * static_cast<u64>(m.config.rank + 1);
   check_cuda(cudaMemcpyAsync(m.arenas->own() + offsetof(State, token), &token, sizeof token,
@@ -326,6 +329,7 @@ void DeviceCommunicator::probe_write() {
                                                    m.stream)),
              "launching the self-test");
   check_cuda(cudaStreamSynchronize(m.stream), "the self-test");
+  m.probe_copies();
 }
 
 std::string DeviceCommunicator::probe_check() {
@@ -333,14 +337,19 @@ std::string DeviceCommunicator::probe_check() {
   Impl& m = *impl_;
   const OnDevice current(m.config.device);
   u32 wrong[kMaxRanks];
-  u64 probe[kMaxRanks];
+  u64 probe[kMaxRanks], moved[kMaxRanks];
   check_cuda(cudaMemcpyAsync(wrong, m.scratch(0) + kMaxRanks * sizeof(u64), sizeof wrong,
                              cudaMemcpyDeviceToHost, m.stream),
              "cudaMemcpyAsync");
   check_cuda(cudaMemcpyAsync(probe, m.arenas->own() + offsetof(State, probe), sizeof probe,
                              cudaMemcpyDefault, m.stream),
              "cudaMemcpyAsync");
+  check_cuda(cudaMemcpyAsync(moved, m.arenas->own() + offsetof(State, moved), sizeof moved,
+                             cudaMemcpyDefault, m.stream),
+             "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(m.stream), "cudaStreamSynchronize");
+  for (int q = 0; q < m.config.nranks; ++q)
+    m.writes_words = m.writes_words && (q == m.config.rank || moved[q] == m.exchanges);
   const std::string where = m.home == Home::device ? "GPU memory" : "pinned memory on the host";
   const u64 mine = 0x9e3779b97f4a7c15ULL * static_cast<u64>(m.config.rank + 1);
   std::string words;
@@ -390,6 +399,12 @@ void DeviceCommunicator::define(const std::string& algorithm, const Schedule& sc
 
 bool DeviceCommunicator::keeps_lines() const { return impl_->arenas->all_by_nvlink(); }
 void DeviceCommunicator::use_lines(bool all) { impl_->whole_lines = all; }
+bool DeviceCommunicator::writes_words() const { return impl_->writes_words; }
+void DeviceCommunicator::use_copies(bool all) {
+  const std::lock_guard lock(impl_->run_mutex);
+  impl_->prepared.clear();
+  impl_->copies = all;
+}
 
 void DeviceCommunicator::run(const Call& call, const DeviceOptions& options,
                              std::uintptr_t stream) {

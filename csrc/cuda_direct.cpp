@@ -110,6 +110,22 @@ unsigned char* output_of(const Call& call) { return reinterpret_cast<unsigned ch
 
 }  // namespace
 
+u64 device::cut_into_shares(const Call& call, int n, Shares* shares) {
+  const u64 e = size_of(call.dtype);
+  shares->input_is_share = call.collective == Collective::all_gather;
+  shares->output_is_share = call.collective == Collective::reduce_scatter;
+  if (call.collective == Collective::all_reduce) {
+    for (int q = 0; q < n; ++q) {
+      const Parcels share = share_of(call.count * e, q, n);
+      shares->share[q] = {share.begin, share.bytes};
+    }
+    return rounded(shares->share[0].bytes, 128);
+  }
+  const Blocks& blocks = shares->output_is_share ? call.in : call.out;
+  for (int q = 0; q < n; ++q) shares->share[q] = {blocks.offset(q) * e, blocks.length(q) * e};
+  return blocks.longest(n) * e;
+}
+
 std::string DirectPath::place(const Call& call) const {
   std::string words;
   if (input != nullptr)
@@ -179,6 +195,10 @@ DirectPath DeviceCommunicator::Impl::direct_path(const Call& call,
     path.kind = DirectPath::Kind::lines_twice;
     return path;
   }
+  if (options.copies && copies && last_capture == 0) {
+    path.kind = DirectPath::Kind::copies;
+    return path;
+  }
   path.kind = DirectPath::Kind::two_shot;
   if (gathers && options.pull) path.input = segment_of(call.input, whole);
   if (spreads) path.output = segment_of(call.output, whole);
@@ -231,21 +251,15 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
   c.gather = path.gather;
   c.spread = path.spread;
   c.root = has_root(call.collective) ? call.root : -1;
-  c.input_is_share = call.collective == Collective::all_gather;
-  c.output_is_share = call.collective == Collective::reduce_scatter;
   for (int q = 0; q < n; ++q) {
     if (path.input != nullptr) c.inputs[q] = path.input->at[q] + (input_of(call) - path.input->own);
     if (path.output != nullptr)
       c.outputs[q] = path.output->at[q] + (output_of(call) - path.output->own);
   }
   u64 longest = 0;
-  if (call.collective == Collective::all_reduce) {
-    for (int q = 0; q < n; ++q) {
-      const Parcels share = share_of(call.count * e, q, n);
-      c.share[q] = {share.begin, share.bytes};
-    }
-    longest = rounded(c.share[0].bytes, 128);
-  } else if (c.root >= 0) {
+  if (c.root < 0) {
+    longest = cut_into_shares(call, n, &c);
+  } else {
     // Of two ranks, the one that gets all.
     const bool at_root = n == 2 && c.gather != Gather::none;
     for (int q = 0, number = 0; q < n; ++q) {
@@ -254,10 +268,6 @@ void DeviceCommunicator::Impl::prepare_shares(const DirectPath& path, const Call
       c.share[q] = {share.begin, share.bytes};
       longest = std::max(longest, share.bytes);
     }
-  } else {
-    const Blocks& blocks_of = c.output_is_share ? call.in : call.out;
-    for (int q = 0; q < n; ++q) c.share[q] = {blocks_of.offset(q) * e, blocks_of.length(q) * e};
-    longest = blocks_of.longest(n) * e;
   }
   const bool straight = needs_no_fifos(c);
   const int limit =

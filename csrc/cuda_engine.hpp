@@ -21,6 +21,7 @@
 
 #include "cuda_allocation.hpp"
 #include "cuda_call.hpp"
+#include "cuda_copies.hpp"
 #include "cuda_memory.hpp"
 #include "cuda_watch.hpp"
 #include "device.hpp"
@@ -62,7 +63,7 @@ inline constexpr std::size_t kFreedKnown = 16;  // the last so many
 
 // Which kernel made by hand does a call, if any, and which symmetric buffers it uses.
 struct DirectPath {
-  enum class Kind { none, packets, lines, lines_twice, two_shot, exchange };
+  enum class Kind { none, packets, lines, lines_twice, two_shot, copies, exchange };
   Kind kind = Kind::none;
   Gather gather = Gather::none;
   Spread spread = Spread::none;
@@ -71,9 +72,12 @@ struct DirectPath {
   std::string place(const Call& call) const;  // in words
 };
 
+// Of direct_two_shot's all_reduce, reduce_scatter and all_gather; returns the bytes of the longest.
+u64 cut_into_shares(const Call& call, int nranks, Shares* shares);
+
 // All that a call's kernel is told, but where the caller's arrays are.
 struct Prepared {
-  std::variant<PlanCall, OneShotCall, TwoShotCall, ExchangeCall> call;
+  std::variant<PlanCall, OneShotCall, TwoShotCall, CopiesCall, ExchangeCall> call;
   int grid = 1;
   Signature signature;
   int recorded_as = -1;  // the algorithm's number in the flight recorder
@@ -138,6 +142,10 @@ struct DeviceCommunicator::Impl {
   void prepare_shares(const device::DirectPath& path, const Call& call,
                       const DeviceOptions& options, const device::CallHead& head,
                       const device::Arithmetic& arithmetic, device::Prepared* made);
+  void prepare_copies(const Call& call, device::u64 chunk, const device::CallHead& head,
+                      const device::Arithmetic& arithmetic, device::Prepared* made);
+  void put_copies(const device::CopiesCall& call, cudaStream_t stream);
+  void probe_copies();
   bool can_copy_in_bulk(const Call& call, const device::TwoShotCall& c, int grid) const;
   void prepare_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
                      device::Prepared* made);
@@ -151,6 +159,8 @@ struct DeviceCommunicator::Impl {
   bool hopper = false;  // or later: bulk copies, and kernels that start early
   device::OneShotResidency one_shot_blocks{};  // as many as run at a time
   bool whole_lines = false;  // between all ranks, 128 bytes that are written at once arrive at once
+  bool writes_words = false;             // this rank's streams write words of all peers
+  bool copies = false;                   // all ranks' do: calls may go by copy engines
   cudaStream_t stream = nullptr;         // private: set-up only
   std::optional<device::Sharer> sharer;  // if there are other ranks of this process
   cudaEvent_t last_event = nullptr;      // behind the last call that was not captured
@@ -164,7 +174,8 @@ struct DeviceCommunicator::Impl {
   std::unique_ptr<device::Memory> progress;  // where it is not in the arena
   device::DeviceWorld world{};
   Signature last_signature;
-  std::mutex run_mutex;  // threads may share a communicator
+  std::mutex run_mutex;       // threads may share a communicator
+  device::u64 exchanges = 0;  // of calls by copy engines so far
   // Calls made ready, by a thread that has the mutex; forgotten when what they rest on changes.
   std::unordered_map<device::PreparedKey, device::Prepared, device::PreparedHash> prepared;
   device::Prepared not_kept;
@@ -184,9 +195,10 @@ struct DeviceCommunicator::Impl {
   std::atomic<bool> reported{false};
   bool closed = false;
   std::shared_ptr<Recorder> recorder;
-  GpuCalls* calls = nullptr;                    // the recorder's
-  GpuCalls* transfers = nullptr;                // its sends and receives
-  std::unique_ptr<device::ProcessWatch> watch;  // of the ranks that are other processes
+  GpuCalls* calls = nullptr;                          // the recorder's
+  GpuCalls* transfers = nullptr;                      // its sends and receives
+  std::unique_ptr<device::ProcessWatch> watch;        // of the ranks that are other processes
+  std::unique_ptr<device::CopiesWatch> copies_watch;  // of this rank's stream
 };
 
 }  // namespace collectives

@@ -116,7 +116,10 @@ Geometry make_geometry(int nranks, int strands, Home home) {
   g.pairs = aligned(g.lines + 2 * peers * g.lines_each * 128);
   g.transfers = g.pairs + aligned(sizeof(Pair) * nranks);
   g.mail = g.transfers + aligned(sizeof(TransferControl) * nranks * g.mail_strands);
-  g.bytes = g.mail + u64(nranks) * g.mail_strands * kTransferDepth * g.mail_bytes;
+  g.landings = aligned(g.mail + u64(nranks) * g.mail_strands * kTransferDepth * g.mail_bytes);
+  // For a bucket of gradients at a time, as programs cut them.
+  g.landing_bytes = home == Home::device && peers > 0 ? aligned((16 << 20) / peers) : 0;
+  g.bytes = g.landings + 2 * peers * g.landing_bytes;
   return g;
 }
 

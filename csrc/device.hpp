@@ -60,6 +60,7 @@ struct DeviceOptions {
                             // and direct_two_shot's all_reduce
   bool pull = false;        // direct_two_shot on symmetric buffers: read the peers' contributions
   bool bulk = false;        // and then through shared memory, by bulk copies, where GPUs make them
+  bool copies = false;      // direct_two_shot by copy engines, if GPUs can and no graph is captured
 };
 
 // A send, or a receive.
@@ -98,9 +99,15 @@ class DeviceCommunicator {
   // all ranks say so.
   bool keeps_lines() const;
   void use_lines(bool all);
+  // Do this rank's streams write words in all peers' memory? (After probe_check().) Calls go by
+  // copy engines, where that is asked for, if all ranks say so.
+  bool writes_words() const;
+  void use_copies(bool all);
 
   // Did the last call go into a CUDA graph that is captured?
   bool captured() const;
+  // How often calls by copy engines have told each other something, the self-test counted.
+  std::uint64_t exchanges() const;
 
   // Symmetric buffers. Collective: make_segment() allocates, open_segment() maps what all ranks
   // have made and returns the address of this rank's. A segment is released by all ranks, who meet

@@ -35,7 +35,10 @@ void DeviceCommunicator::record_to(std::shared_ptr<Recorder>) { refuse(); }
 void DeviceCommunicator::define(const std::string&, const Schedule&) { refuse(); }
 bool DeviceCommunicator::keeps_lines() const { refuse(); }
 void DeviceCommunicator::use_lines(bool) { refuse(); }
+bool DeviceCommunicator::writes_words() const { refuse(); }
+void DeviceCommunicator::use_copies(bool) { refuse(); }
 bool DeviceCommunicator::captured() const { refuse(); }
+std::uint64_t DeviceCommunicator::exchanges() const { refuse(); }
 std::string DeviceCommunicator::make_segment(std::uint64_t) { refuse(); }
 std::uintptr_t DeviceCommunicator::open_segment(std::uint64_t, const std::vector<std::string>&) {
   refuse();

@@ -85,6 +85,7 @@ std::string Signature::describe() const {
     if (order & kOrder) s += ", order=rank";
     if (order & kInLines) s += ", in lines";
     if (order & kInFewBlocks) s += ", leaving room for computing";
+    if (order & kByCopies) s += ", by copy engines, leaving room for computing";
     s += ")";
   }
   if (order & kOnDevice) s += " on arrays on the GPU";

@@ -56,7 +56,7 @@ struct Signature {
   // An Order; for staged calls kOnDevice and kInSlices; of a GPU's kernels, how they share out the
   // call, which all ranks must do alike.
   static constexpr std::uint8_t kOrder = 1, kOnDevice = 2, kInSlices = 4, kInLines = 8,
-                                kInFewBlocks = 16;
+                                kInFewBlocks = 16, kByCopies = 32;
   std::uint8_t order = 0;
   char algorithm[80] = {};
 

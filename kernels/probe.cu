@@ -28,6 +28,7 @@ int load_kernels(int* strands, OneShotResidency* one_shot) {
   int error = cudaFuncGetAttributes(&attributes, probe_kernel);
   if (error == cudaSuccess) error = one_shot_residency(one_shot);
   if (error == cudaSuccess) error = two_shot_lines_residency(&one_shot->twice);
+  if (error == cudaSuccess) error = load_copies();
   *strands = one_shot->shares;
   for (const auto residency : {plan_residency, two_shot_residency, rooted_residency,
                                exchange_residency, transfer_residency}) {

@@ -390,6 +390,27 @@ def test_table_of_training(tmp_path):
     assert "355 million parameters" in text and "7 to 9 steps" in text
 
 
+def test_table_of_what_computing_takes_beside_calls(tmp_path):
+    tables = load(ROOT / "bench" / "torch_tables.py")
+    assert tables.beside(tmp_path) == [tables.NO_BESIDE]
+    one = {"computing_more": 2.5, "all_more": 3.0, "alone": 4.0}
+    run = {
+        "header": {"commit": "abc", "date": "2000-01-01T00:00"},
+        "ranks": 2,
+        "device": "NVIDIA H100",
+        "torch": "2.11",
+        "nccl": "2.28",
+        "layers": 24,
+        "bytes": 26 << 20,
+        "rounds": 9,
+        "ways": {"none": {"computing": 30.0}, "copies": one | {"all_more": 0.5}, "nccl": one},
+    }
+    (tmp_path / "beside-gpu-2.json").write_text(json.dumps(run))
+    text = "\n".join(tables.beside(tmp_path))
+    assert "24 all_reduces of 26 MiB beside matrices that take 30.0 ms" in text
+    assert "| NCCL | 2.50 | 3.00 | 4.00 |\n| copy engines, any array | 2.50 | 0.50 | 4.00 |" in text
+
+
 def test_table_of_steps_beside_nccl(tmp_path):
     pytest.importorskip("torch")
     tables = load(ROOT / "bench" / "torch_tables.py")

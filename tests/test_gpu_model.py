@@ -393,6 +393,7 @@ def test_explain_without_gpus(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> N
     status, out, err = run(capsys, *words, "--bytes", "64M")
     assert status == 0, err
     assert "runs     direct_two_shot" in out and "way      fifos" in out
+    assert "beside   a stream that computes: by copy engines" in out
     monkeypatch.setenv("COLLECTIVES_ALGORITHM", "all_reduce:ring")
     status, out, err = run(capsys, *words)
     assert "runs     ring" in out and "forced by COLLECTIVES_ALGORITHM" in out

@@ -46,10 +46,13 @@ _FEW_BLOCKS, _FEW_BLOCKS_BELOW = 32, 8 << 20
 # 5.0 ms with 8, 16, 24 and 32.)
 BLOCKS_BESIDE = 32
 _STRAIGHT_BESIDE = 16
+# From so many bytes of a share on, such calls go by copy engines instead, which hold none.
+_COPIES_FROM = 1 << 20
 # One message to each peer from the root, until the root's link is full for longer than a second
 # step takes; with two ranks that sends no less.
 _ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
 # Where a pair of ranks exchanges one block, not the whole array.
+_ROOTED = ("broadcast", "reduce")
 _BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 
@@ -100,6 +103,8 @@ class Launch(NamedTuple):
                      direct_two_shot's all_reduce
     pull             direct_two_shot on symmetric buffers reads the peers' contributions
     bulk             and does so by bulk copies through shared memory, where the GPU makes them
+    copies           direct_two_shot by copy engines, which hold no multiprocessors, where GPUs can
+                     (docs/gpu.md); not in a CUDA graph
     """
 
     blocks: int = 0
@@ -110,6 +115,7 @@ class Launch(NamedTuple):
     lines: bool = False
     pull: bool = False
     bulk: bool = False
+    copies: bool = False
 
 
 _PLAIN = Launch()
@@ -143,7 +149,8 @@ def device_launch(
     bulk = min(blocks or most, most) <= _BULK_BLOCKS
     straight = _STRAIGHT_BESIDE if beside else 0
     pull = bulk or nbytes < _PULL_BELOW
-    return Launch(blocks=blocks, straight_blocks=straight, pull=pull, bulk=bulk)
+    copies = beside and collective not in _ROOTED and nbytes >= nranks * _COPIES_FROM
+    return Launch(blocks, straight, pull=pull, bulk=bulk, copies=copies)
 
 
 def _one_shot(each: int, nranks: int) -> Launch:
@@ -161,6 +168,8 @@ WAYS = {
     "pulled": "by a kernel of its own, out of and into the peers' symmetric buffers",
     "steps": "interpreted: messages through FIFOs in the peers' memory",
 }
+# And that of large calls beside a stream that computes, in words.
+BY_COPIES = "by copy engines, and kernels that combine what came"
 SENT_FACTOR = {**dict.fromkeys(WAYS, 1.0), "packets": 2.0, "lines": 128 / _LINE_DATA}
 
 

@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..schedule import algorithms, schedule
 from ..words import counted, size_words
 from . import ANY_SIZE, Tuner, model
-from .device import WAYS, device_algorithm
+from .device import BY_COPIES, WAYS, device_algorithm, device_launch
 from .rails import NEAR, Between, parts_of, why_not_placed, why_staged
 
 # Schedules are worked out message by message, and all_to_all has one for each pair of ranks: 5 s
@@ -153,6 +153,8 @@ def explain(
         lines.append(f"how      {info.summary}")
     if mine is not None and mine.way:
         lines.append(f"way      {mine.way}: {WAYS[mine.way]}")
+        if device_launch(choice, collective, nbytes, n, beside=True).copies:
+            lines.append(f"beside   a stream that computes: {BY_COPIES}")
     if mine is not None:
         lines.append(f"costs    {_cost(mine)}")
     lines.append(f"by size  {_table(tuner, collective)}")

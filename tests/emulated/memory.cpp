@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda.h"
 #include "fibers.hpp"
 #include "runtime.hpp"
 
@@ -311,7 +313,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   const std::string wanted = name;
   *function = wanted == "cuPointerGetAttribute"  ? reinterpret_cast<void*>(&pointer_attribute)
               : wanted == "cuMemGetAddressRange" ? reinterpret_cast<void*>(&address_range)
-                                                 : nullptr;
+              : wanted == "cuStreamBatchMemOp" && std::getenv("EMULATED_NO_WORDS") == nullptr
+                  ? reinterpret_cast<void*>(&batch_mem_op)
+                  : nullptr;
   *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }

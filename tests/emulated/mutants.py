@@ -106,6 +106,11 @@ MUTANTS = (
         "return false;", "test_symmetric_buffers or test_pairs",
     ),
     Mutant(
+        "kernels between copies that do not look who is in the call", "copies.cu",
+        "if (agree(step.world, step.head, entry)) work();", "work();",
+        "test_a_peer_in_another_call", "test_copies.py",
+    ),
+    Mutant(
         "segments that a strand works at in turns share scratch", "plan.cu",
         "((u64(strand_) * call_.together + at_) * call_.cells", "(u64(strand_) * call_.cells",
         "test_large", "test_device.py",

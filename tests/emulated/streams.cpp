@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda.h"
 #include "fibers.hpp"
 #include "runtime.hpp"
 
@@ -298,6 +299,28 @@ cudaError_t launch(Dim3 grid, Dim3 threads, cudaStream_t stream, std::function<v
     run(0);
     for (Completion& one : *rest) one.wait();
   });
+}
+
+// ---- words that streams write and wait for ------------------------------------------------------
+
+CUresult batch_mem_op(CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations,
+                      unsigned) {
+  if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  std::vector<CUstreamBatchMemOpParams> all(operations, operations + count);
+  put(stream, [all] {
+    for (const CUstreamBatchMemOpParams& one : all) {
+      const bool waits = one.operation == CU_STREAM_MEM_OP_WAIT_VALUE_64;
+      const auto& what = waits ? one.waitValue : one.writeValue;
+      auto* const word = reinterpret_cast<unsigned long long*>(what.address);
+      if (!waits) {
+        __atomic_store_n(word, what.value64, __ATOMIC_SEQ_CST);
+        continue;
+      }
+      while (static_cast<long long>(__atomic_load_n(word, __ATOMIC_SEQ_CST) - what.value64) < 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  });
+  return CUDA_SUCCESS;
 }
 
 }  // namespace emulated

@@ -1,7 +1,7 @@
 """Ranks that are processes, of which the last is killed: `dying_worker.py GPUS ALGORITHM`. The
-others, in an all_reduce, or with "recv" as algorithm in a receive from it, write what they raise
-and how long after; then they still use their GPUs. With "close" they close the communicator behind
-an all_reduce, and write how long that took.
+others, in an all_reduce (with "copies" as algorithm, in one by copy engines), or with "recv" in a
+receive from it, write what they raise and how long after; then they still use their GPUs. With
+"close" they close the communicator behind an all_reduce, and write how long that took.
 """
 
 import os
@@ -14,6 +14,8 @@ import numpy as np
 from on_device import OnDevice
 
 import collectives as cc
+from collectives import device as engines
+from collectives.tuning.device import Launch
 
 
 def main() -> None:
@@ -22,6 +24,9 @@ def main() -> None:
     proxy = OnDevice(comm, comm.rank % int(sys.argv[1]))
     x = np.ones(20_000, np.float32)
     algorithm = None if sys.argv[2] in ("recv", "close") else sys.argv[2]
+    if algorithm == "copies":
+        algorithm = "direct_two_shot"
+        engines.device_launch = lambda *_: Launch(copies=True)
     assert proxy.all_reduce(x, algorithm=algorithm)[0] == comm.size
     comm.barrier()
     if comm.rank == comm.size - 1:

@@ -348,7 +348,7 @@ def run_dying(how: str) -> tuple[int, launch.Result]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["direct_one_shot", "direct_two_shot", "ring", "copies"])
 def test_survivors_of_a_death(algorithm: str) -> None:
     """A kernel that waits for a process that was killed leaves; every survivor says who it was.
     Nothing of them stays in the memory of a GPU.

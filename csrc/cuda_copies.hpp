@@ -1,0 +1,61 @@
+// Calls by copy engines: what a stream does without a kernel, and who looks after it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_call.hpp"
+
+namespace collectives::device {
+
+// A call, but for its kernels' heads and where the caller's arrays are.
+struct CopiesCall : Shares {
+  CopiesStep step;  // what all its kernels are told
+  const unsigned char* input;
+  unsigned char* output;
+  bool gathers, spreads;
+  u64 longest, chunk;  // bytes of a share: of the longest, and at a time
+};
+
+// Looks after a stream that waits for peers' words, since it cannot give up by itself: from a
+// thread that sleeps while there is nothing to wait for.
+class CopiesWatch {
+ public:
+  struct Stuck {
+    u64 exchange;   // that the stream waits for
+    u64 waited_ns;  // for so long
+  };
+  // moves  Control::moves, which the GPU writes
+  // told   the host knows that kernels must leave, or that this rank gave up
+  // look   what to do about a stream that waits: called again until it goes on
+  CopiesWatch(const volatile u64* moves, std::function<bool()> told,
+              std::function<void(Stuck)> look);
+  ~CopiesWatch();
+  CopiesWatch(const CopiesWatch&) = delete;
+  CopiesWatch& operator=(const CopiesWatch&) = delete;
+
+  // The stream will wait for exchanges up to this one, behind which a call ends.
+  void expect(u64 last);
+
+ private:
+  void run();
+  // Until the last exchange that is expected, or the end.
+  void watch(std::unique_lock<std::mutex>& lock);
+
+  const volatile u64* moves_;
+  std::function<bool()> told_;
+  std::function<void(Stuck)> look_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  u64 end_ = 0;  // of the moves that are expected
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace collectives::device
