@@ -51,8 +51,8 @@ _COPIES_FROM = 1 << 20
 # One message to each peer from the root, until the root's link is full for longer than a second
 # step takes; with two ranks that sends no less.
 _ROOT_SENDS_ALL = {2: 4 << 20, 16: 256 << 10}
-# Where a pair of ranks exchanges one block, not the whole array.
 _ROOTED = ("broadcast", "reduce")
+# Where a pair of ranks exchanges one block, not the whole array.
 _BLOCKED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 
