@@ -58,7 +58,8 @@ inline constexpr u32 kAboutShift = 8, kWhyShift = 16;
 static_assert(kMaxRanks < 1 << kAboutShift);
 struct Control {
   u32 abort;  // set by the host: such a word, for kernels that wait
-  u32 pad[29];
+  u32 pad[27];
+  u64 go;     // set by the host: what a stream waits for in the self-test
   u64 moves;  // how far calls by copy engines are, see CopiesStep
   Record record;
 };

@@ -15,6 +15,10 @@
 // Nothing is written to a user's array before a kernel has seen that all ranks agree; so what comes
 // is put into place by a kernel, and not copied right there.
 //
+// A stream cannot give up, and nothing of the host's reaches the words but by way of another
+// stream: a kernel that looks at them, and at what else may have ended the wait, and lets the
+// stream go on.
+//
 // Cost: two crossings of the link, and 40 µs beside copies and combination (26 MiB on two H200 take
 // 137 µs); seven calls of CUDA's on the host where a kernel takes one. Limits: not in CUDA graphs,
 // whose replays would wait for old numbers; GPUs that reach each other's memory, and drivers that
@@ -218,6 +222,24 @@ class CopiesRun {
 
 // ---- the watch ----------------------------------------------------------------------------------
 
+LookStreams::LookStreams() {
+  constexpr int kStreams = 4;
+  for (int i = 0; i < kStreams; ++i) {
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    all_.push_back(stream);
+  }
+}
+LookStreams::~LookStreams() {
+  for (const cudaStream_t one : all_) cudaStreamDestroy(one);
+}
+cudaStream_t LookStreams::idle() const {
+  for (const cudaStream_t one : all_)
+    if (cudaStreamQuery(one) == cudaSuccess) return one;
+  cudaGetLastError();
+  return nullptr;
+}
+
 CopiesWatch::CopiesWatch(const volatile u64* moves, std::function<bool()> told,
                          std::function<void(Stuck)> look)
     : moves_(moves), told_(std::move(told)), look_(std::move(look)) {
@@ -272,15 +294,29 @@ void CopiesWatch::watch(std::unique_lock<std::mutex>& lock) {
 
 using namespace device;
 
+// Do this rank's streams write words, and is there one that goes on while another waits? Whether
+// the peers see the words is looked at in probe_check().
 void DeviceCommunicator::Impl::probe_copies() {
+  constexpr auto kPatience = std::chrono::milliseconds(100);
   writes_words = false;
   if (home != Home::device || config.nranks == 1) return;
+  control->go = 0;
   try {
+    if (look_streams == nullptr) look_streams = std::make_unique<LookStreams>();
     exchange_words(stream, Words(world).theirs, {}, 1);
-    writes_words = cudaStreamSynchronize(stream) == cudaSuccess;
+    exchange_words(stream, {}, {&world.control->go}, 1);
+    u64* const spare = reinterpret_cast<u64*>(arenas->own() + offsetof(State, moved)) + config.rank;
+    for (const cudaStream_t one : look_streams->all()) exchange_words(one, {spare}, {}, 1);
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (!writes_words && std::chrono::steady_clock::now() < end)
+      writes_words = look_streams->idle() != nullptr;
   } catch (const Error&) {  // an old driver: calls go by kernels
   }
-  cudaGetLastError();
+  *static_cast<volatile u64*>(&control->go) = 1;
+  check_cuda(cudaStreamSynchronize(stream), "the self-test");
+  if (look_streams == nullptr) return;
+  for (const cudaStream_t one : look_streams->all())
+    check_cuda(cudaStreamSynchronize(one), "the self-test");
 }
 
 void DeviceCommunicator::Impl::prepare_copies(const Call& call, u64 chunk, const CallHead& head,
@@ -306,8 +342,10 @@ void DeviceCommunicator::Impl::put_copies(const CopiesCall& call, cudaStream_t u
       constexpr u64 kLongEnough = 2'000'000;  // for a kernel to ask the host
       const WhileCapturing relaxed;
       const OnDevice current(config.device, std::nothrow);
+      const cudaStream_t idle = look_streams->idle();
       // (Whatever it returns: there is a next time.)
-      launch_copies_look({world, stuck.exchange, std::max(stuck.waited_ns, kLongEnough)}, stream);
+      if (idle != nullptr)
+        launch_copies_look({world, stuck.exchange, std::max(stuck.waited_ns, kLongEnough)}, idle);
     };
     copies_watch = std::make_unique<CopiesWatch>(&control->moves, told, look);
   }

@@ -23,6 +23,23 @@ struct CopiesCall : Shares {
   u64 longest, chunk;  // bytes of a share: of the longest, and at a time
 };
 
+// Streams for looking at one that waits. Streams share the GPU's queues, and what is behind a wait
+// in its queue waits too; so there are several, made one after the other, which have different
+// ones.
+class LookStreams {
+ public:
+  LookStreams();  // on the current device
+  ~LookStreams();
+  LookStreams(const LookStreams&) = delete;
+  LookStreams& operator=(const LookStreams&) = delete;
+  const std::vector<cudaStream_t>& all() const { return all_; }
+  // One that has nothing to do; nullptr: all are behind something.
+  cudaStream_t idle() const;
+
+ private:
+  std::vector<cudaStream_t> all_;
+};
+
 // Looks after a stream that waits for peers' words, since it cannot give up by itself: from a
 // thread that sleeps while there is nothing to wait for.
 class CopiesWatch {

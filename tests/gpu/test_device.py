@@ -338,13 +338,13 @@ def test_processes(gpus: int) -> None:
     assert done.stdout.count("all right") == 2, done.stdout
 
 
-def run_dying(how: str) -> tuple[int, launch.Result]:
+def run_dying(how: str, **env: str) -> tuple[int, launch.Result]:
     """What ranks wrote of which the last was killed, and how many there were."""
     worker = Path(__file__).with_name("dying_worker.py")
     gpus = min(GPUS, 3)
     n = 3 if gpus > 1 else 2  # on one GPU, processes take turns
     path = os.pathsep.join([str(worker.parent), os.environ.get("PYTHONPATH", "")])
-    return n, launch.run(n, worker, gpus, how, env={"PYTHONPATH": path}, timeout=100)
+    return n, launch.run(n, worker, gpus, how, env={"PYTHONPATH": path, **env}, timeout=100)
 
 
 @pytest.mark.faults
@@ -363,6 +363,18 @@ def test_survivors_of_a_death(algorithm: str) -> None:
         assert float(seconds) < 20, got  # a deadline would be 60
         assert f"the process of rank {n - 1} " in text, got
     assert len(re.findall(r"again PeerDiedError", got.output)) == n - 1, got
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not EMULATED, reason="a GPU's queues are as many as its driver says")
+@pytest.mark.parametrize("queues", ["1", "2", "3"])
+def test_a_death_where_streams_share_queues(queues: str) -> None:
+    """What lets a stream go on that waits for a dead rank's copies is not behind it in its queue;
+    and with a single queue calls go by kernels.
+    """
+    n, got = run_dying("copies", EMULATED_CONNECTIONS=queues)
+    found = re.findall(r"^rank \d: PeerDiedError after (\d+\.\d) s", got.output, re.MULTILINE)
+    assert len(found) == n - 1 and max(map(float, found)) < 20, got
 
 
 @pytest.mark.faults
