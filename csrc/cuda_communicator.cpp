@@ -83,7 +83,6 @@ void DeviceCommunicator::Impl::close() {
   if (recorded) cudaEventSynchronize(last_event);
   watch.reset();  // till then: whom a kernel waits for may die
   copies_watch.reset();
-  look_streams.reset();
   if (stream != nullptr) cudaStreamSynchronize(stream);  // what abort() writes to peers
 
   for (auto& [id, segment] : segments)  // symmetric buffers live as long as their arrays

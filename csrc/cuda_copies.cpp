@@ -30,6 +30,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <exception>
+#include <map>
 
 #include "cuda_driver.hpp"
 #include "cuda_engine.hpp"
@@ -41,6 +43,9 @@ namespace device {
 namespace {
 
 constexpr u64 kPartBytes = 32 << 10;  // of a block of a kernel
+// Ranks that are threads and share a GPU: a stream that waits holds its queue, so all of theirs
+// need queues of their own, three each of the 32 that there are (keep_streams_apart in device.py).
+constexpr int kMostSharing = 8;
 
 // ---- words --------------------------------------------------------------------------------------
 
@@ -106,8 +111,10 @@ class CopiesRun {
         exchange_(exchange),
         max_blocks_(max_blocks) {}
 
-  void run() {
-    put(launch_copies_begin(goes_on(), stream_));
+  // Tells the peers. If it throws, nothing is on the stream.
+  void begin() { put(launch_copies_begin(goes_on(), stream_)); }
+
+  void go_on() {
     for (u64 at = 0; at < c_.longest; at += c_.chunk) {
       if (c_.gathers) {
         copy_all([&](int q) { return Piece{input_of(q), q, at}; });
@@ -222,22 +229,55 @@ class CopiesRun {
 
 // ---- the watch ----------------------------------------------------------------------------------
 
-LookStreams::LookStreams() {
-  constexpr int kStreams = 4;
-  for (int i = 0; i < kStreams; ++i) {
-    cudaStream_t stream = nullptr;
-    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    all_.push_back(stream);
+LookStreams& LookStreams::of(int device) {
+  static std::mutex all_mutex;
+  static auto* const all = new std::map<int, LookStreams>;  // threads use it until the very end
+  const std::lock_guard lock(all_mutex);
+  return (*all)[device];
+}
+
+bool LookStreams::add() {
+  cudaStream_t stream = nullptr;
+  if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
   }
+  all_.push_back(stream);
+  return true;
 }
-LookStreams::~LookStreams() {
-  for (const cudaStream_t one : all_) cudaStreamDestroy(one);
-}
-cudaStream_t LookStreams::idle() const {
-  for (const cudaStream_t one : all_)
+
+cudaStream_t LookStreams::found() const {
+  for (const cudaStream_t one : all_) {
     if (cudaStreamQuery(one) == cudaSuccess) return one;
-  cudaGetLastError();
+    cudaGetLastError();  // the next call must not see it again
+  }
   return nullptr;
+}
+
+cudaStream_t LookStreams::idle() {
+  constexpr std::size_t kMost = 64;  // queues that a GPU may have, and more
+  const std::lock_guard lock(mutex_);
+  if (const cudaStream_t one = found()) return one;
+  return all_.size() < kMost && add() ? all_.back() : nullptr;
+}
+
+bool LookStreams::go_on(std::chrono::milliseconds patience) {
+  constexpr std::size_t kFirst = 4;
+  const std::lock_guard lock(mutex_);
+  if (word_ == nullptr) {
+    void* pinned = nullptr;
+    check_cuda(cudaHostAlloc(&pinned, sizeof *word_, cudaHostAllocMapped | cudaHostAllocPortable),
+               "cudaHostAlloc");
+    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&word_), pinned, 0),
+               "cudaHostGetDevicePointer");
+  }
+  while (all_.size() < kFirst && add()) {
+  }
+  for (const cudaStream_t one : all_) exchange_words(one, {word_}, {}, 1);
+  const auto end = std::chrono::steady_clock::now() + patience;
+  while (found() == nullptr)
+    if (std::chrono::steady_clock::now() > end) return false;
+  return true;
 }
 
 CopiesWatch::CopiesWatch(const volatile u64* moves, std::function<bool()> told,
@@ -299,24 +339,16 @@ using namespace device;
 void DeviceCommunicator::Impl::probe_copies() {
   constexpr auto kPatience = std::chrono::milliseconds(100);
   writes_words = false;
-  if (home != Home::device || config.nranks == 1) return;
+  if (home != Home::device || config.nranks == 1 || config.sharing > kMostSharing) return;
   control->go = 0;
   try {
-    if (look_streams == nullptr) look_streams = std::make_unique<LookStreams>();
     exchange_words(stream, Words(world).theirs, {}, 1);
     exchange_words(stream, {}, {&world.control->go}, 1);
-    u64* const spare = reinterpret_cast<u64*>(arenas->own() + offsetof(State, moved)) + config.rank;
-    for (const cudaStream_t one : look_streams->all()) exchange_words(one, {spare}, {}, 1);
-    const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (!writes_words && std::chrono::steady_clock::now() < end)
-      writes_words = look_streams->idle() != nullptr;
-  } catch (const Error&) {  // an old driver: calls go by kernels
+    writes_words = LookStreams::of(config.device).go_on(kPatience);
+  } catch (const std::exception&) {  // an old driver: calls go by kernels
   }
   *static_cast<volatile u64*>(&control->go) = 1;
   check_cuda(cudaStreamSynchronize(stream), "the self-test");
-  if (look_streams == nullptr) return;
-  for (const cudaStream_t one : look_streams->all())
-    check_cuda(cudaStreamSynchronize(one), "the self-test");
 }
 
 void DeviceCommunicator::Impl::prepare_copies(const Call& call, u64 chunk, const CallHead& head,
@@ -342,19 +374,23 @@ void DeviceCommunicator::Impl::put_copies(const CopiesCall& call, cudaStream_t u
       constexpr u64 kLongEnough = 2'000'000;  // for a kernel to ask the host
       const WhileCapturing relaxed;
       const OnDevice current(config.device, std::nothrow);
-      const cudaStream_t idle = look_streams->idle();
-      // (Whatever it returns: there is a next time.)
-      if (idle != nullptr)
-        launch_copies_look({world, stuck.exchange, std::max(stuck.waited_ns, kLongEnough)}, idle);
+      const CopiesLook one{world, stuck.exchange, std::max(stuck.waited_ns, kLongEnough)};
+      // (Whatever comes of it: there is a next time.)
+      if (const cudaStream_t idle = LookStreams::of(config.device).idle())
+        launch_copies_look(one, idle);
     };
     copies_watch = std::make_unique<CopiesWatch>(&control->moves, told, look);
   }
-  const u64 before = exchanges, chunks = (call.longest + call.chunk - 1) / call.chunk;
+  const u64 chunks = (call.longest + call.chunk - 1) / call.chunk;
+  CopiesRun run(call, used, exchanges, config.max_blocks);
+  run.begin();
   exchanges += chunks * (call.gathers && call.spreads ? 2 : 1);
   copies_watch->expect(exchanges);
   try {
-    CopiesRun(call, used, before, config.max_blocks).run();
-  } catch (const Error& error) {  // what is on the stream already must not wait for ever
+    run.go_on();
+  } catch (const std::exception& error) {  // what is on the stream must not wait for ever
+    recorded =
+        cudaEventRecord(last_event, used) == cudaSuccess || recorded;  // close() waits for it
     abort(error.what(), ErrorKind::aborted, -1);
     throw;
   }

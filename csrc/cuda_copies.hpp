@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -23,21 +24,25 @@ struct CopiesCall : Shares {
   u64 longest, chunk;  // bytes of a share: of the longest, and at a time
 };
 
-// Streams for looking at one that waits. Streams share the GPU's queues, and what is behind a wait
+// Streams for looking at ones that wait. Streams share the GPU's queues, and what is behind a wait
 // in its queue waits too; so there are several, made one after the other, which have different
-// ones.
+// ones. Those of a GPU are for all communicators of a process, and are never destroyed. Any thread.
 class LookStreams {
  public:
-  LookStreams();  // on the current device
-  ~LookStreams();
-  LookStreams(const LookStreams&) = delete;
-  LookStreams& operator=(const LookStreams&) = delete;
-  const std::vector<cudaStream_t>& all() const { return all_; }
-  // One that has nothing to do; nullptr: all are behind something.
-  cudaStream_t idle() const;
+  // Those of the current device, which is `device`.
+  static LookStreams& of(int device);
+  // One that has nothing to do, if need be a new one; nullptr: there is none.
+  cudaStream_t idle();
+  // Does one of them do something, while other streams may wait? Looks for so long.
+  bool go_on(std::chrono::milliseconds patience);
 
  private:
+  bool add();
+  cudaStream_t found() const;
+
+  std::mutex mutex_;
   std::vector<cudaStream_t> all_;
+  u64* word_ = nullptr;  // for go_on()
 };
 
 // Looks after a stream that waits for peers' words, since it cannot give up by itself: from a

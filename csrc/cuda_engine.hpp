@@ -195,10 +195,9 @@ struct DeviceCommunicator::Impl {
   std::atomic<bool> reported{false};
   bool closed = false;
   std::shared_ptr<Recorder> recorder;
-  GpuCalls* calls = nullptr;                    // the recorder's
-  GpuCalls* transfers = nullptr;                // its sends and receives
-  std::unique_ptr<device::ProcessWatch> watch;  // of the ranks that are other processes
-  std::unique_ptr<device::LookStreams> look_streams;
+  GpuCalls* calls = nullptr;                          // the recorder's
+  GpuCalls* transfers = nullptr;                      // its sends and receives
+  std::unique_ptr<device::ProcessWatch> watch;        // of the ranks that are other processes
   std::unique_ptr<device::CopiesWatch> copies_watch;  // of this rank's stream
 };
 

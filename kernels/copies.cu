@@ -30,14 +30,30 @@ __device__ Part part_of(const CopiesStep& step, u64 all) {
   return {begin, min(step.part, all - begin)};
 }
 
+// This rank has left, but what is on its stream goes on: copies of what it has not combined, into
+// landings that peers may still read, and words. So all peers hear of it before, whoever left
+// first: a kernel that ends without this has seen nothing but what its peers meant.
+__device__ void pass_on(const DeviceWorld& w) {
+  const u32 poison = load_relaxed(&poison_of(w, w.rank));
+  if (poison == 0) return;  // it left first, and has told all
+  for (int q = 0; q < w.nranks; ++q)
+    if (q != w.rank) store_release(&poison_of(w, q), poison);
+}
+
 // Does the work if all ranks are in this call. (They have told so before the stream went on.)
 template <class Work>
 __device__ void take_part(const CopiesStep& step, Work work) {
+  const DeviceWorld& w = step.world;
   tell_host(step);
-  const Entry entry = enter_together(step.world, [] {});
-  const u32 ticket = step.last ? count_block(step.world) : 0;
-  if (agree(step.world, step.head, entry)) work();
-  if (step.last) finish_call(step.world, entry.epoch, ticket);
+  const Entry entry = enter_together(w, [] {});
+  const u32 ticket = step.last ? count_block(w) : 0;
+  const bool all_are_here = agree(w, step.head, entry);
+  if (all_are_here) {
+    work();
+    __syncthreads();
+  }
+  if (threadIdx.x == 0 && (!all_are_here || has_left(w, enter(w)))) pass_on(w);
+  if (step.last) finish_call(w, entry.epoch, ticket);
 }
 
 template <class A>

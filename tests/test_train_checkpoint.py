@@ -362,8 +362,8 @@ def test_steps_that_were_left_out_are_counted(tmp_path):
         assert saved[:2] == (2, 3)
 
 
-def test_saves_on_a_full_disk_do_not_pile_up(tmp_path, monkeypatch):
-    """What one has left makes room for the next; the last good one stays until then."""
+def test_saves_on_a_full_disk_leave_nothing(tmp_path, monkeypatch):
+    """And the last good one stays."""
     write = checkpoint._write
 
     def full(path, data):
@@ -381,11 +381,58 @@ def test_saves_on_a_full_disk_do_not_pile_up(tmp_path, monkeypatch):
             monkeypatch.setattr(checkpoint, "_write", full)
             with pytest.raises(cc.CollectiveError, match="No space left"):
                 trainer.save(tmp_path)
-            assert len(list(tmp_path.glob("generation-*"))) == 2
+            comm.barrier()
+            assert len(list(tmp_path.glob("generation-*"))) == 1
             comm.barrier()
             monkeypatch.setattr(checkpoint, "_write", write)
         trainer.load(tmp_path)
         assert trainer.updates == 1
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_what_is_wrong_on_one_rank_ends_a_save_on_all(tmp_path, monkeypatch):
+    """Whatever it is: nobody waits for that rank, and a first save leaves nothing behind."""
+    own = checkpoint._own_arrays
+
+    def wrong(trainer):
+        if trainer.comm.rank == 1:
+            raise RuntimeError("out of something")
+        return own(trainer)
+
+    def body(comm):
+        trainer = make(comm, (1, None), function=models.loss_and_grads, accumulate=1)
+        monkeypatch.setattr(checkpoint, "_own_arrays", wrong)
+        with pytest.raises(cc.CollectiveError, match="out of something") as caught:
+            trainer.save(tmp_path / "run")
+        assert "rank 1 cannot save: RuntimeError" in str(caught.value)
+        assert isinstance(caught.value.__cause__, RuntimeError) == (comm.rank == 1)
+        comm.barrier()
+        assert not list((tmp_path / "run").iterdir())
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_a_save_that_fails_behind_its_last_step_stays(tmp_path, monkeypatch):
+    """It is named already, so its files are those of the valid checkpoint."""
+    flush = checkpoint._flush
+
+    def failing(path):
+        if path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(path)
+
+    def body(comm):
+        trainer = make(comm, (1, None), function=models.loss_and_grads, accumulate=1)
+        trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+        monkeypatch.setattr(checkpoint, "_flush", failing)
+        with pytest.raises(cc.CollectiveError, match="rank 0 cannot write"):
+            trainer.save(tmp_path)
+        comm.barrier()
+        monkeypatch.setattr(checkpoint, "_flush", flush)
+        other = make(comm, (1, None), function=models.loss_and_grads, accumulate=1)
+        other.load(tmp_path)
+        assert other.updates == 1
 
     cc.run_threads(2, body, timeout=20)
 

@@ -65,8 +65,8 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     path     a directory, which all ranks reach; an older checkpoint in it is replaced
     sampler  with state(), check(state) and load(state), such as `Sampler`
 
-    Raises CollectiveError on all ranks if one of them cannot write, or rank 0 gets no state of the
-    sampler; the old checkpoint stays.
+    Raises CollectiveError on all ranks if one of them cannot write, or gets no state (of the
+    sampler, or of an optimizer of torch); the old checkpoint stays, and nothing else.
     """
     safetensors, comm, root = _safetensors(), trainer.comm, Path(path)
     name = error = ""
@@ -83,6 +83,7 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     file = f"rank-{comm.rank}.safetensors"
     theirs: dict[str, Any] = {}  # what an optimizer of torch keeps besides arrays
     place: Any = None
+    cause: Exception | None = None
     try:
         if sampler is not None and comm.rank == 0:
             place = _ask(sampler, "state")
@@ -109,8 +110,11 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
         error = f"rank {comm.rank} cannot write to {folder}: {_words(problem)}"
     except CollectiveError as problem:  # of the sampler, or an array that no checkpoint can hold
         error = str(problem)
-    _raise_any(comm, error)
+    except Exception as problem:  # whatever it is, the others are told rather than left to wait
+        error, cause = f"rank {comm.rank} cannot save: {described(problem)}", problem
+    _raise_any(comm, error, folder, cause)
     parts = exchange(comm, [entries, _random_state(trainer), theirs])
+    begun: Path | None = folder
     if comm.rank == 0:
         try:
             index = {
@@ -132,10 +136,11 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
             _write(temporary, _sealed(index))
             _flush(folder)
             os.replace(temporary, root / INDEX)
+            begun = None  # it is the valid one now
             _flush(root)
         except (OSError, TypeError, ValueError) as problem:  # or the sampler's state is no JSON
             error = f"rank 0 cannot write to {root}: {problem}"
-    _raise_any(comm, error)
+    _raise_any(comm, error, begun)
     if comm.rank == 0:
         _remove_but(root, name)
 
@@ -222,10 +227,20 @@ def _as_real(x: Any) -> Any:
     return x.reshape(-1).view(x.real.dtype) if x.dtype.kind == "c" else x
 
 
-def _raise_any(comm: Any, error: str) -> None:
+def _raise_any(
+    comm: Any, error: str, begun: Path | None = None, cause: Exception | None = None
+) -> None:
+    """Raises on all ranks what any of them says.
+
+    begun  a generation that is of no use then
+    cause  what this rank's `error` tells of
+    """
     found = [e for e in exchange(comm, error) if e]
-    if found:
-        raise CheckpointError("; ".join(dict.fromkeys(found)), rank=comm.rank)
+    if not found:
+        return
+    if begun is not None and comm.rank == 0:
+        shutil.rmtree(begun, ignore_errors=True)
+    raise CheckpointError("; ".join(dict.fromkeys(found)), rank=comm.rank) from cause
 
 
 # ---- reading ------------------------------------------------------------------------------------
