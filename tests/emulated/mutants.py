@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernels between copies that do not look who is in the call", "copies.cu",
-        "if (agree(step.world, step.head, entry)) work();", "work();",
+        "const bool all_are_here = agree(w, step.head, entry);", "const bool all_are_here = true;",
         "test_a_peer_in_another_call", "test_copies.py",
     ),
     Mutant(
@@ -195,4 +195,5 @@ def main() -> None:
         raise SystemExit(f"{len(alive)} of {len(MUTANTS)} mutants pass the tests")
 
 
-main()
+if __name__ == "__main__":
+    main()
