@@ -71,23 +71,22 @@ void exchange_words(cudaStream_t stream, const std::vector<u64*>& to, const std:
   using Batch = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
   static const auto batch = of_driver<Batch>("cuStreamBatchMemOp", 11070);
   if (batch == nullptr) throw Error(ErrorKind::unsupported, "the driver has no cuStreamBatchMemOp");
-  std::vector<CUstreamBatchMemOpParams> operations;
-  for (u64* const word : to) {
-    CUstreamBatchMemOpParams& one = operations.emplace_back();
-    one.writeValue = {};
-    one.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
-    one.writeValue.address = reinterpret_cast<CUdeviceptr>(word);
-    one.writeValue.value64 = value;
-    one.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // behind a fence
-  }
-  for (u64* const word : from) {
-    CUstreamBatchMemOpParams& one = operations.emplace_back();
-    one.waitValue = {};
-    one.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
-    one.waitValue.address = reinterpret_cast<CUdeviceptr>(word);
-    one.waitValue.value64 = value;
-    one.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
-  }
+  using Operation = CUstreamBatchMemOpParams;
+  std::vector<Operation> operations;
+  operations.reserve(to.size() + from.size());
+  const auto add = [&](auto kind, CUstreamBatchMemOpType type, u64* word, unsigned flags) {
+    auto& one = operations.emplace_back().*kind;
+    one = {};
+    one.operation = type;
+    one.address = reinterpret_cast<CUdeviceptr>(word);
+    one.value64 = value;
+    one.flags = flags;
+  };
+  for (u64* const word : to)  // behind a fence
+    add(&Operation::writeValue, CU_STREAM_MEM_OP_WRITE_VALUE_64, word,
+        CU_STREAM_WRITE_VALUE_DEFAULT);
+  for (u64* const word : from)
+    add(&Operation::waitValue, CU_STREAM_MEM_OP_WAIT_VALUE_64, word, CU_STREAM_WAIT_VALUE_GEQ);
   const auto count = static_cast<unsigned>(operations.size());
   const CUresult result = batch(stream, count, operations.data(), 0);
   if (result != CUDA_SUCCESS)

@@ -366,13 +366,12 @@ def test_survivors_of_a_death(algorithm: str) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(not EMULATED, reason="a GPU's queues are as many as its driver says")
 @pytest.mark.parametrize("queues", ["1", "2", "3"])
 def test_a_death_where_streams_share_queues(queues: str) -> None:
     """What lets a stream go on that waits for a dead rank's copies is not behind it in its queue;
     and with a single queue calls go by kernels.
     """
-    n, got = run_dying("copies", EMULATED_CONNECTIONS=queues)
+    n, got = run_dying("copies", CUDA_DEVICE_MAX_CONNECTIONS=queues, EMULATED_CONNECTIONS=queues)
     found = re.findall(r"^rank \d: PeerDiedError after (\d+\.\d) s", got.output, re.MULTILINE)
     assert len(found) == n - 1 and max(map(float, found)) < 20, got
 
