@@ -32,6 +32,18 @@ BESIDE = {
     "straight": "kernel of 16 blocks, symmetric buffer",
     "copies": "copy engines, any array",
 }
+NO_WAITING = (
+    "No results yet: `python bench/waiting_gpu.py --json bench/results/waiting-gpu.json`, then "
+    "`python bench/table.py`."
+)
+WAITING = {
+    "nothing": "nothing",
+    "event": "an event of the same process",
+    "through": "an event of a stream that does nothing but wait for a word in memory",
+    "kernel": "a kernel of one thread that looks at a word",
+    "word": "a word in memory",
+    "interprocess": "an event that other processes may use",
+}
 _NAMES = {"nccl": "NCCL", "gloo": "Gloo", "collectives": "this backend"}
 _KINDS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 
@@ -71,6 +83,22 @@ def beside(folder: Path) -> list[str]:
         ]
         lines += [*_rows(head, body), ""]
     return lines[:-1] or [NO_BESIDE]
+
+
+def waiting(folder: Path) -> list[str]:
+    """The table of bench/waiting_gpu.py."""
+    path = folder / "waiting-gpu.json"
+    if not path.exists():
+        return [NO_WAITING]
+    run: dict[str, Any] = json.loads(path.read_text())
+    header = run["header"]
+    about = (
+        f"{run['device']}, CUDA {run['driver'] // 1000}.{run['driver'] % 1000 // 10}; chains of "
+        f"{run['kernels']} empty kernels, the median of {run['rounds']} rounds; commit "
+        f"{header['commit'][:12]}, {header['date'][:10]}."
+    )
+    body = [[words, f"{run['us'][name]:.2f} µs"] for name, words in WAITING.items()]
+    return [about, "", *_rows(["the other stream waits for", "a kernel takes"], body)]
 
 
 def steps(folder: Path) -> list[str]:

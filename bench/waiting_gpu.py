@@ -141,6 +141,7 @@ def main() -> None:
         about: dict[str, Any] = {
             "header": machine.header(comm, machine.command_of_script()),
             "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+            "driver": cupy.cuda.runtime.driverGetVersion(),
             "rounds": options.rounds,
             "kernels": KERNELS,
             "us": {way: statistics.median(times) for way, times in found.items()},

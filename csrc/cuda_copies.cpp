@@ -175,8 +175,7 @@ class CopiesRun {
     ++exchange_;
     put_words(stream_, WordOperation::write, words_.theirs, exchange_);
     put_words(waits_.stream, WordOperation::wait, words_.own, exchange_);
-    check_cuda(cudaEventRecord(waits_.came, waits_.stream), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(stream_, waits_.came, 0), "cudaStreamWaitEvent");
+    waits_.hold(stream_);
   }
 
   template <class Of>
@@ -245,6 +244,11 @@ class CopiesRun {
 WordsStream::WordsStream() {
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   check_cuda(cudaEventCreateWithFlags(&came, cudaEventDisableTiming), "cudaEventCreate");
+}
+
+void WordsStream::hold(cudaStream_t other) const {
+  check_cuda(cudaEventRecord(came, stream), "cudaEventRecord");
+  check_cuda(cudaStreamWaitEvent(other, came, 0), "cudaStreamWaitEvent");
 }
 
 WordsStream::~WordsStream() {
@@ -359,21 +363,28 @@ void CopiesWatch::watch(std::unique_lock<std::mutex>& lock) {
 
 using namespace device;
 
-// Do this rank's streams write words, and is there one that goes on while another waits? Whether
-// the peers see the words is looked at in probe_check().
+// Do this rank's streams write words, and is there one that goes on while others wait: the one for
+// words, a call's behind it, and the program's, which waits for the call? Whether the peers see the
+// words is looked at in probe_check().
 void DeviceCommunicator::Impl::probe_copies() {
   constexpr auto kPatience = std::chrono::milliseconds(100);
   writes_words = false;
+  words_stream.reset();
   if (home != Home::device || config.nranks == 1 || config.sharing > kMostSharing) return;
+  words_stream.emplace();
+  const WordsStream program;  // one more stream
   control->go = 0;
   try {
     put_words(stream, WordOperation::write, Words(world).theirs, 1);
-    put_words(stream, WordOperation::wait, {&world.control->go}, 1);
+    put_words(words_stream->stream, WordOperation::wait, {&world.control->go}, 1);
+    words_stream->hold(stream);
+    words_stream->hold(program.stream);
     writes_words = LookStreams::of(config.device).go_on(kPatience);
   } catch (const std::exception&) {  // an old driver: calls go by kernels
   }
   *static_cast<volatile u64*>(&control->go) = 1;
-  check_cuda(cudaStreamSynchronize(stream), "the self-test");
+  for (const cudaStream_t one : {words_stream->stream, stream, program.stream})
+    check_cuda(cudaStreamSynchronize(one), "the self-test");
 }
 
 void DeviceCommunicator::Impl::prepare_copies(const Call& call, u64 chunk, const CallHead& head,
@@ -404,7 +415,6 @@ void DeviceCommunicator::Impl::put_copies(const CopiesCall& call, cudaStream_t u
       if (const cudaStream_t idle = LookStreams::of(config.device).idle())
         launch_copies_look(one, idle);
     };
-    words_stream.emplace();
     copies_watch = std::make_unique<CopiesWatch>(&control->moves, told, look);
   }
   const u64 chunks = (call.longest + call.chunk - 1) / call.chunk;

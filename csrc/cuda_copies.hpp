@@ -31,9 +31,11 @@ struct WordsStream {
   ~WordsStream();  // when nothing of it waits any more
   WordsStream(const WordsStream&) = delete;
   WordsStream& operator=(const WordsStream&) = delete;
+  // What comes next on `other` waits for what is on this one.
+  void hold(cudaStream_t other) const;
 
   cudaStream_t stream = nullptr;
-  cudaEvent_t came = nullptr;  // behind its last wait
+  cudaEvent_t came = nullptr;
 };
 
 // Streams for looking at ones that wait. Streams share the GPU's queues, and what is behind a wait

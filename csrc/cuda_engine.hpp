@@ -176,7 +176,7 @@ struct DeviceCommunicator::Impl {
   Signature last_signature;
   std::mutex run_mutex;                             // threads may share a communicator
   device::u64 exchanges = 0;                        // of calls by copy engines so far
-  std::optional<device::WordsStream> words_stream;  // for them, from the first one on
+  std::optional<device::WordsStream> words_stream;  // for them
   // Calls made ready, by a thread that has the mutex; forgotten when what they rest on changes.
   std::unordered_map<device::PreparedKey, device::Prepared, device::PreparedHash> prepared;
   device::Prepared not_kept;

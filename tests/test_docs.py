@@ -411,6 +411,23 @@ def test_table_of_what_computing_takes_beside_calls(tmp_path):
     assert "| NCCL | 2.50 | 3.00 | 4.00 |\n| copy engines, any array | 2.50 | 0.50 | 4.00 |" in text
 
 
+def test_table_of_what_a_stream_that_waits_costs(tmp_path):
+    tables = load(ROOT / "bench" / "torch_tables.py")
+    assert tables.waiting(tmp_path) == [tables.NO_WAITING]
+    run = {
+        "header": {"commit": "abc", "date": "2000-01-01T00:00"},
+        "device": "NVIDIA H100",
+        "driver": 12080,
+        "rounds": 9,
+        "kernels": 200,
+        "us": dict.fromkeys(tables.WAITING, 1.5) | {"word": 3.0},
+    }
+    (tmp_path / "waiting-gpu.json").write_text(json.dumps(run))
+    text = "\n".join(tables.waiting(tmp_path))
+    assert "CUDA 12.8; chains of 200 empty kernels" in text
+    assert "| nothing | 1.50 µs |" in text and "| a word in memory | 3.00 µs |" in text
+
+
 def test_table_of_steps_beside_nccl(tmp_path):
     pytest.importorskip("torch")
     tables = load(ROOT / "bench" / "torch_tables.py")
