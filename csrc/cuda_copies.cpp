@@ -33,6 +33,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <exception>
@@ -364,8 +365,9 @@ void CopiesWatch::watch(std::unique_lock<std::mutex>& lock) {
 using namespace device;
 
 // Do this rank's streams write words, and is there one that goes on while others wait: the one for
-// words, a call's behind it, and the program's, which waits for the call? Whether the peers see the
-// words is looked at in probe_check().
+// words, a call's and the program's, which may wait for the call? Here each waits for a word, since
+// the driver may put an idle stream that waits for another's event into that one's queue. Whether
+// the peers see the words is looked at in probe_check().
 void DeviceCommunicator::Impl::probe_copies() {
   constexpr auto kPatience = std::chrono::milliseconds(100);
   writes_words = false;
@@ -373,18 +375,17 @@ void DeviceCommunicator::Impl::probe_copies() {
   if (home != Home::device || config.nranks == 1 || config.sharing > kMostSharing) return;
   words_stream.emplace();
   const WordsStream program;  // one more stream
+  const std::array waiting{words_stream->stream, stream, program.stream};
   control->go = 0;
   try {
     put_words(stream, WordOperation::write, Words(world).theirs, 1);
-    put_words(words_stream->stream, WordOperation::wait, {&world.control->go}, 1);
-    words_stream->hold(stream);
-    words_stream->hold(program.stream);
+    for (const cudaStream_t one : waiting)
+      put_words(one, WordOperation::wait, {&world.control->go}, 1);
     writes_words = LookStreams::of(config.device).go_on(kPatience);
   } catch (const std::exception&) {  // an old driver: calls go by kernels
   }
   *static_cast<volatile u64*>(&control->go) = 1;
-  for (const cudaStream_t one : {words_stream->stream, stream, program.stream})
-    check_cuda(cudaStreamSynchronize(one), "the self-test");
+  for (const cudaStream_t one : waiting) check_cuda(cudaStreamSynchronize(one), "the self-test");
 }
 
 void DeviceCommunicator::Impl::prepare_copies(const Call& call, u64 chunk, const CallHead& head,
