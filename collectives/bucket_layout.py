@@ -115,10 +115,23 @@ def order_of_rank_0(
     return [names[i] for i in order]
 
 
+def check_name(name: Any) -> None:
+    """Raises TypeError or ValueError for what is no name of a parameter: those of checkpoints are
+    text in UTF-8.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a parameter must be a string, not {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name {name!r} of a parameter is no text in UTF-8") from None
+
+
 def spec_of(name: str, x: Any, dtype: Any) -> Spec:
     """Of a parameter (an array, or a Spec already) whose gradient is carried in `dtype`, its own if
     None. Raises ArrayTypeError if it is no float, or its gradient would be no such number there.
     """
+    check_name(name)
     if isinstance(x, Spec):
         return x
     array = native(x, f"parameter {name!r}")

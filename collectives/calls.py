@@ -125,6 +125,8 @@ class Calls:
         return table
 
     def _algorithm(self, collective: str, nbytes: int, algorithm: str | None, root: int = 0) -> int:
+        if nbytes > ANY_PAIR:
+            raise ValueError(f"{collective} of {nbytes} bytes is more than any memory holds")
         if algorithm is None or algorithm == "auto":
             return next(number for limit, number in self._table(collective) if nbytes <= limit)
         return self._intern(algorithm, collective, root)
@@ -474,4 +476,6 @@ class Calls:
             raise ValueError(f"counts has {len(lengths)} entries, there are {self.size} ranks")
         if min(lengths, default=0) < 0:
             raise ValueError(f"counts {lengths} has negative entries")
+        if sum(lengths) >= ANY_PAIR:
+            raise ValueError(f"counts {lengths} are more than any memory holds")
         return lengths

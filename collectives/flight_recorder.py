@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import _core
+from .calls import integer
 from .errors import CollectiveError, ConfigError
 
 FORMAT = "collectives flight recorder"
@@ -36,8 +37,6 @@ def dump_when_told(directory: str) -> None:
     if not directory:
         return
     whole = _directories.get(directory) or os.path.abspath(directory)
-    if not os.path.isdir(whole):
-        raise ConfigError(f"COLLECTIVES_DUMP {directory!r} is no directory")
     _set_directory(whole, "COLLECTIVES_DUMP")
     _directories[directory] = whole
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
@@ -52,6 +51,8 @@ def _in_utf8(text: str) -> str:
 def _set_directory(whole: str, name: str) -> None:
     if _in_utf8(whole) != whole:
         raise ConfigError(f"{name} {whole!r} is no text in UTF-8; dumps need another place")
+    if not os.path.isdir(whole):
+        raise ConfigError(f"{name} {whole!r} is no directory: make it first")
     _core.set_dump_directory(whole)
 
 
@@ -94,8 +95,9 @@ def dump_on_signal(number: int = signal.SIGUSR1, directory: str | os.PathLike[st
     `directory`, as collectives-HOST-PID.json. It replaces the signal's handler.
 
     Works in whatever the process is stuck: the file is written by a thread that needs no lock of
-    Python's.
+    Python's. Raises ConfigError if there is no such directory.
     """
+    number = integer(number, "number")
     _set_directory(os.path.abspath(os.fsdecode(directory)), "directory")
     _core.dump_on_signal(number)
 

@@ -177,6 +177,7 @@ class Group:
 
     def __init__(self, comm: Calls) -> None:
         self._comm = comm
+        self._entered = False
         self._entries: list[_Call | _Pack | _Late | _Together] = []
         self._read, self._written = _Ranges(), _Ranges()  # by calls on the host so far
         # Packs that may still grow, in the order in which they run.
@@ -188,6 +189,9 @@ class Group:
     def __enter__(self) -> Group:
         if self._comm._group is not None:
             raise CollectiveError("groups do not nest", rank=self._comm.rank)
+        if self._entered:
+            raise CollectiveError("a group is used once; call group() again", rank=self._comm.rank)
+        self._entered = True
         self._comm._group = self
         return self
 

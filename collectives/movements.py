@@ -25,6 +25,8 @@ from .calls import ANY_PAIR, Calls
 from .device import view
 from .errors import ArrayError
 
+_ANY_ROOM = -1  # for a result: it will be made
+
 
 class Movements(Calls):
     """broadcast, the gathers, the scatters, all_to_all and barrier of a communicator."""
@@ -133,6 +135,45 @@ class Movements(Calls):
         finally:
             self._group = group
 
+    def _lengths(
+        self,
+        what: str,
+        source: View,
+        counts: Sequence[int] | None,
+        out: Any,
+        forced: str | None,
+        root: int = 0,
+    ) -> list[int]:
+        """Rows of all ranks, found out if `counts` is None: after all that can be wrong on one rank
+        alone, so that it does not fall out of step. What the others must know for that, each tells
+        them: of an `out` that does not fit all raise.
+
+        forced  the algorithm, where the user named one
+        """
+        rows = source.shape[0] if source.shape else 1
+        row = math.prod(source.shape[1:])
+        if counts is not None:
+            lengths = self._counts(counts)
+            if lengths[self.rank] != rows:
+                raise ArrayError(
+                    f"{what}: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
+                )
+            return lengths
+        self._algorithm(what.removesuffix("_v"), source.nbytes, forced, root)
+        room = _ANY_ROOM
+        if out is not None:
+            target, _, _ = self._target(what, None, source, out, (), None)
+            room = target.count
+        told = self._told_at_once(self.all_gather, [rows, room])
+        lengths = told[::2]
+        for rank, room in enumerate(told[1::2]):
+            if room != _ANY_ROOM and room != sum(lengths) * row:
+                raise ArrayError(
+                    f"{what}: out has {room} elements on rank {rank}, needed are "
+                    f"{sum(lengths) * row}"
+                )
+        return lengths
+
     def all_gather_v(
         self,
         x: Any,
@@ -150,21 +191,15 @@ class Movements(Calls):
         counts  lengths of the first axes of all ranks, equal on all; found out with a small
                 all_gather if not given (at once, in a group too)
         """
-        lengths = None if counts is None else self._counts(counts)
         key = None
-        if out is not None and lengths is not None and algorithm is None and not async_op:
-            key = self._again(x, out, stream, "all_gather_v", *lengths)
+        if out is not None and counts is not None and algorithm is None and not async_op:
+            counts = self._counts(counts)
+            key = self._again(x, out, stream, "all_gather_v", *counts)
             if key == ():
                 return out
         source = view(x, writable=False, what="all_gather_v: x")
-        row = math.prod(source.shape[1:]) if source.shape else 1
-        rows = source.shape[0] if source.shape else 1
-        if lengths is None:
-            lengths = self._told_at_once(self.all_gather, [rows])
-        if lengths[self.rank] != rows:
-            raise ArrayError(
-                f"all_gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
-            )
+        lengths = self._lengths("all_gather_v", source, counts, out, algorithm)
+        row = math.prod(source.shape[1:])
         total = sum(lengths)
         shape = (total, *source.shape[1:])
         target, buffer, result = self._target("all_gather_v", x, source, out, shape, stream)
@@ -213,16 +248,9 @@ class Movements(Calls):
     ) -> Any:
         """`all_gather_v` whose result only `root` gets; the others get None."""
         source = view(x, writable=False, what="gather_v: x")
-        rows = source.shape[0] if source.shape else 1
-        lengths = (
-            self._counts(counts)
-            if counts is not None
-            else self._told_at_once(self.all_gather, [rows])
-        )
-        if lengths[self.rank] != rows:
-            raise ArrayError(
-                f"gather_v: x has {rows} rows, counts[{self.rank}] says {lengths[self.rank]}"
-            )
+        root = self._root(root)
+        at_root = out if self.rank == root else None
+        lengths = self._lengths("gather_v", source, counts, at_root, algorithm, root)
         return self._gather("gather_v", x, root, lengths, out, algorithm, async_op, stream)
 
     def _gather(
@@ -448,11 +476,6 @@ class Movements(Calls):
                      (at once, in a group too)
         """
         sends = self._counts(send_counts)
-        receives = (
-            self._counts(recv_counts)
-            if recv_counts is not None
-            else self._told_at_once(self.all_to_all, sends)
-        )
         source = view(x, writable=False, what="all_to_all_v: x")
         rows = source.shape[0] if source.shape else 1
         if sum(sends) != rows:
@@ -460,6 +483,13 @@ class Movements(Calls):
                 f"all_to_all_v: the first axis of x has length {rows}, send_counts sum to "
                 f"{sum(sends)}"
             )
+        if recv_counts is not None:
+            receives = self._counts(recv_counts)
+        else:  # after what can be wrong on this rank alone, but for the length of out
+            self._algorithm("all_to_all", ANY_PAIR, algorithm)
+            if out is not None:
+                self._target("all_to_all_v", None, source, out, (), None)
+            receives = self._told_at_once(self.all_to_all, sends)
         row = math.prod(source.shape[1:])
         shape = (sum(receives), *source.shape[1:])
         target, buffer, result = self._target("all_to_all_v", x, source, out, shape, stream)

@@ -57,6 +57,7 @@ class _Written(NamedTuple):
     supports: Callable[[int], bool | str]
 
 
+_LONGEST = 64  # bytes of a name: signatures hold it and what tells schedules apart
 _written: dict[str, dict[str, _Written]] = {}  # name -> collective -> algorithm
 
 
@@ -78,8 +79,9 @@ def algorithm(
                 collectives with blocks). An all_to_all has one for each pair of ranks
     supports    True or False for n ranks, or the reason why not, as text
     Its docstring's first line is the summary. What has the name already is replaced, but
-    communicators that ran it keep their copy. Raises ValueError for an unknown collective or a name
-    that C++ has.
+    communicators that ran it keep their copy. It must yield the same on all ranks (no random
+    choices, no order of a set): ranks with different schedules raise MismatchError when they call
+    it. Raises ValueError for an unknown collective, a name that C++ has, or that is none.
     """
     if collective not in _core.collectives:
         raise ValueError(
@@ -88,6 +90,11 @@ def algorithm(
 
     def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
         own = name or str(getattr(rounds, "__name__", "algorithm"))
+        if own == "auto" or len(own.encode()) > _LONGEST or re.search(r"[(),\s#]", own):
+            raise ValueError(
+                f"an algorithm cannot be called {own!r}: 'auto' means the best one, and a name has "
+                f"up to {_LONGEST} bytes without blanks, commas, brackets and #"
+            )
         if any(a["name"] == own for a in _core.algorithms()):
             raise ValueError(
                 f"there is an algorithm {own!r} in the core already; give yours another name="
@@ -322,7 +329,7 @@ class Schedule:
 
     def lowered(self, rank: int, order: str = "any") -> list[list[dict[str, Any]]]:
         """The steps that `rank` runs, a list for each channel; order="rank" for the program that
-        sums in rank order.
+        sums in rank order. Raises ValueError for another rank or order than there is.
         """
         return list(self._core.lowered(rank, order))
 

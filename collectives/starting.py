@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .bootstrap import Threads, claimed, detect
+from .calls import integer
 from .communicator import Communicator
 from .config import Settings, checked_seconds
 from .device import keep_streams_apart
@@ -73,6 +74,10 @@ def run_threads(
         # (And no kernel may be loaded while another waits.)
         keep_streams_apart()
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if nodes is not None:
+        nodes = [integer(node, "nodes") for node in nodes]
+        if any(not 0 <= node < 1 << 31 for node in nodes):
+            raise ValueError(f"nodes={nodes}: a node is a number from 0 on")
     settings, timeout = Settings(), checked_seconds(timeout, "timeout")
     ends = Threads.world(n, settings.timeout if timeout is None else timeout)
     results: list[Any] = [None] * n

@@ -44,6 +44,11 @@ py::dict cost_dict(const Schedule& s) {
 }
 
 py::list lowered_steps(const Schedule& s, int rank, const std::string& order) {
+  if (rank < 0 || rank >= s.world.nranks)
+    throw py::value_error("rank must be one of 0.." + std::to_string(s.world.nranks - 1) +
+                          ", not " + std::to_string(rank));
+  if (order != "any" && order != "rank")
+    throw py::value_error("order must be 'any' or 'rank', not '" + order + "'");
   const RankProgram program = lower(s, rank, order == "rank" ? Order::rank : Order::any);
   static const char* const kinds[] = {"send", "recv", "recv_send", "copy", "combine"};
   static const char* const spaces[] = {"none", "input", "output", "scratch"};

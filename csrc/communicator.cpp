@@ -26,6 +26,7 @@ constexpr std::size_t kStraightSegment = 128 << 10;
 
 constexpr std::chrono::milliseconds kReadersLeaveWithin{1000};
 constexpr std::size_t kMaxPlans = 512;
+constexpr int kDefined = 4;              // in direct_shape_: an algorithm of the user's
 constexpr std::size_t kMaxNames = 1024;  // of algorithms; the room is reserved
 
 // The composition that Assembly does by hand where it is small.
@@ -192,8 +193,12 @@ int Communicator::intern(const std::string& algorithm) {
 }
 
 void Communicator::define(const std::string& algorithm, const Schedule& schedule) {
+  const int number = intern(algorithm);
   std::lock_guard lock(defined_mutex_);
   defined_[{algorithm, schedule.collective}].insert_or_assign(schedule.world.root, schedule);
+  signed_.insert_or_assign({number, schedule.collective, schedule.world.root},
+                           signed_name(schedule));
+  direct_shape_[number] = kDefined;
 }
 
 Signature Communicator::sign(const Call& call, const Options& options) const {
@@ -201,8 +206,16 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
   s.collective = static_cast<std::uint8_t>(call.collective);
   s.root = rooted(call.collective) ? call.root : 0;
   if (options.algorithm >= 0) {
-    const std::string& name = names_[options.algorithm];
-    std::memcpy(s.algorithm, name.data(), std::min(name.size(), sizeof s.algorithm - 1));
+    const auto put = [&](const std::string& name) {
+      std::memcpy(s.algorithm, name.data(), std::min(name.size(), sizeof s.algorithm - 1));
+    };
+    if (direct_shape_[options.algorithm] != kDefined) {
+      put(names_[options.algorithm]);
+    } else {
+      std::lock_guard lock(defined_mutex_);
+      const auto at = signed_.find({options.algorithm, call.collective, s.root});
+      put(at != signed_.end() ? at->second : names_[options.algorithm]);
+    }
   }
   if (options.on_device) s.order |= Signature::kOnDevice;
   if (options.agreed != nullptr) s.order |= Signature::kInSlices;

@@ -343,11 +343,13 @@ class Communicator : public Watch {
   std::unique_ptr<PointToPoint> p2p_;
 
   std::vector<std::string> names_;  // never moves: a queued call may read it while another is made
-  // Of each name: 1 one shot, 2 two shot, 3 both by node, 0 none of these.
+  // Of each name: 1 one shot, 2 two shot, 3 both by node, 4 the user's, 0 none of these.
   std::vector<int> direct_shape_;
   bool groups_are_nodes_ = false;  // the ranks of a node, and they alone, share a region
-  std::mutex defined_mutex_;
+  mutable std::mutex defined_mutex_;
   std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
+  // By the number of the name, collective and root: what signatures call it.
+  std::map<std::tuple<int, Collective, int>, std::string> signed_;
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
   std::uint64_t calls_ = 0;   // begun

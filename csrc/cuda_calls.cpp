@@ -162,8 +162,11 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
       for (int q = 0; q < config.nranks; ++q)
         s.counts_hash = (s.counts_hash ^ (blocks->length(q) + 1)) * 0xff51afd7ed558ccdULL +
                         (s.counts_hash >> 29);
-  // Peers reach into each other's arrays at equal offsets.
   std::string algorithm = options.algorithm;
+  if (const auto written = defined.find({algorithm, call.collective}); written != defined.end())
+    if (const auto at = written->second.find(s.root); at != written->second.end())
+      algorithm = signed_name(at->second);
+  // Peers reach into each other's arrays at equal offsets.
   if (direct.input != nullptr || direct.output != nullptr)
     algorithm += " on symmetric " + direct.place(call);  // fits in, with 12 digits each
   algorithm.copy(s.algorithm, sizeof s.algorithm - 1);

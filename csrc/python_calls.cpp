@@ -167,6 +167,18 @@ int dtype_of_format(const char* format) {
   }
 }
 
+// numpy's, for good; nullptr: there is none.
+PyTypeObject* ndarray() {
+  static PyObject* const type = [] {
+    PyObject* const numpy = PyImport_ImportModule("numpy");
+    PyObject* const found = numpy ? PyObject_GetAttrString(numpy, "ndarray") : nullptr;
+    Py_XDECREF(numpy);
+    PyErr_Clear();
+    return found;
+  }();
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
 // A plain contiguous buffer of a native dtype.
 class Buffer {
  public:
@@ -177,8 +189,10 @@ class Buffer {
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
-  // False, without a Python error, if `x` is none.
+  // False, without a Python error, if `x` is none, or may mean more by its elements than they are,
+  // as a masked array does.
   bool get(PyObject* x, int flags) {
+    if (Py_TYPE(x) != ndarray() && !PyByteArray_Check(x) && !PyMemoryView_Check(x)) return false;
     if (PyObject_GetBuffer(x, &view, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
       PyErr_Clear();
       return false;

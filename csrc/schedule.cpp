@@ -2,6 +2,9 @@
 #include "schedule.hpp"
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdint>
+#include <cstdio>
 #include <map>
 #include <utility>
 
@@ -158,6 +161,25 @@ std::vector<int> ranks_by_node(const World& world) {
   std::stable_sort(ranks.begin(), ranks.end(),
                    [&](int a, int b) { return first[world.node[a]] < first[world.node[b]]; });
   return ranks;
+}
+
+std::string signed_name(const Schedule& s) {
+  std::uint64_t h = 0;
+  const auto add = [&](int value) {
+    h = (h ^ static_cast<std::uint32_t>(value)) * 0x9e3779b97f4a7c15ULL;
+    h ^= h >> 29;
+  };
+  add(s.nchunks);
+  add(s.nchannels);
+  for (const Round& round : s.rounds) {
+    add(static_cast<int>(round.size()));
+    for (const Transfer& t : round)
+      for (const int part : {t.src, t.dst, t.chunk, static_cast<int>(t.reduce), t.channel})
+        add(part);
+  }
+  char digits[12];
+  std::snprintf(digits, sizeof digits, "#%08" PRIx64, h >> 32);
+  return s.algorithm + digits;
 }
 
 bool holds_at_start(const Schedule& s, int rank, int chunk) {

@@ -62,6 +62,10 @@ struct Schedule {
   std::vector<Round> rounds;
 };
 
+// The name that ranks compare in calls by a schedule of the user's: the algorithm's, and what tells
+// schedules apart that are not the same transfer by transfer.
+std::string signed_name(const Schedule& s);
+
 // Does rank hold chunk at the start / must it hold it (complete) at the end?
 bool holds_at_start(const Schedule& s, int rank, int chunk);
 bool holds_at_end(const Schedule& s, int rank, int chunk);

@@ -98,3 +98,22 @@ def test_split_refuses_what_is_no_integer(arguments, words):
         return comm.all_reduce(np.ones(1))[0]
 
     assert cc.run_threads(2, body, timeout=20) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error", "words"),
+    [
+        (["a", "b"], TypeError, "nodes must be an integer, not 'a'"),
+        ([0.5, 1], TypeError, "nodes must be an integer"),
+        ([1 << 40, 0], ValueError, "a number from 0 on"),
+        ([-1, 0], ValueError, "a number from 0 on"),
+        ([0], ValueError, "names 1 ranks, there are 2"),
+    ],
+)
+def test_nodes_that_are_none(nodes, error, words):
+    with pytest.raises(error, match=words):
+        cc.run_threads(2, lambda comm: None, nodes=nodes, timeout=20)
+
+
+def test_nodes_by_a_generator():
+    assert cc.run_threads(2, lambda comm: comm.nodes, nodes=(r for r in (1, 0)), timeout=20)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import collectives as cc
 from collectives import array
 from collectives.errors import ArrayError, ArrayTypeError, UnsupportedError
 
@@ -443,3 +444,15 @@ def test_nothing_else_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_mask_is_seen_in_every_call():
+    def body(comm):
+        masked = np.ma.array([1.0, 2.0], mask=[True, False])
+        for op in ("sum", "max"):
+            for out in ({}, {"out": np.empty(2)}):
+                with pytest.raises(cc.ArrayError, match="without its mask"):
+                    comm.all_reduce(masked, op, **out)
+        assert masked.data.tolist() == [1, 2]
+
+    cc.run_threads(2, body, timeout=20)

@@ -93,6 +93,15 @@ def test_a_file_that_cannot_be_written_is_told_before_any_work(
     assert f"{path} cannot be written: No such file or directory" in capsys.readouterr().err
 
 
+def test_a_refused_command_leaves_no_file(capsys, tmp_path):
+    path, kept = tmp_path / "new.svg", tmp_path / "kept.svg"
+    kept.write_text("kept")
+    for file in (path, kept):
+        assert cli.main(["draw", "pat", "all_reduce", "-o", str(file)]) == 2
+        assert "cannot do all_reduce" in capsys.readouterr().err
+    assert not path.exists() and kept.read_text() == "kept"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

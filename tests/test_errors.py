@@ -394,3 +394,58 @@ def test_a_transport_that_is_not_there(tmp_path):
     assert "UnsupportedError: COLLECTIVES_TRANSPORT=threads" in got.output
     got = launch.run(2, script, env={"COLLECTIVES_ALGORITHM": "all_reduce:bruck"})
     assert "TopologyError: COLLECTIVES_ALGORITHM asks for bruck as all_reduce" in got.output, got
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.all_to_all_v(ones(3), [1, 1]), "send_counts sum to 2"),
+        (lambda c: c.all_to_all_v(ones(2), [1, 1], algorithm="ring"), "cannot do all_to_all"),
+        (lambda c: c.all_to_all_v(ones(2), [1, 1], out=np.ones(2)), "float32, out is float64"),
+        (lambda c: c.all_gather_v(ones(2), out=np.ones(4)), "float32, out is float64"),
+        (lambda c: c.all_gather_v(ones(2), algorithm="binomial_tree"), "cannot do all_gather"),
+        (lambda c: c.gather_v(ones(2), 5), "root 5 is out of range"),
+    ],
+)
+def test_a_mistake_of_one_rank_where_lengths_are_found_out(call, words):
+    """It raises before anything is sent, so the same rank's next call meets the others'."""
+
+    def body(comm):
+        if comm.rank == 1:
+            with pytest.raises((ValueError, cc.CollectiveError), match=words):
+                call(comm)
+        assert len(comm.all_gather_v(ones(1 + comm.rank))) == 3
+        assert len(comm.all_to_all_v(ones(2), [1, 1])) == 2
+        return True
+
+    assert cc.run_threads(2, body, timeout=20) == [True] * 2
+
+
+@pytest.mark.parametrize("collective", ["all_gather_v", "gather_v"])
+def test_room_that_lengths_which_are_found_out_do_not_fit(collective):
+    """Of one rank; all raise, and go on."""
+
+    def body(comm):
+        out = np.ones(4 if comm.rank == 0 else 3, F32)
+        with pytest.raises(cc.ArrayError, match="4 elements on rank 0, needed are 3"):
+            getattr(comm, collective)(ones(1 + comm.rank), out=out)
+        assert len(comm.all_gather_v(ones(1 + comm.rank), out=ones(3))) == 3
+        return True
+
+    assert cc.run_threads(2, body, timeout=20) == [True] * 2
+
+
+@pytest.mark.parametrize("counts", [[1 << 62, 2], [1 << 60, 2], [1 << 70, 1]])
+def test_more_than_any_memory_holds(counts):
+    def body(comm):
+        for call in (
+            lambda: comm.gather_v(np.ones((2, 8)), 0, counts),
+            lambda: comm.gather_v(np.ones((2, 8)), 0, counts, algorithm="direct_one_shot"),
+            lambda: comm.scatter_v(None, counts, 0, out=np.ones((2, 8))),
+        ):
+            if comm.rank == 1:
+                with pytest.raises(ValueError, match="more than any memory holds"):
+                    call()
+        assert comm.all_reduce(np.ones(1))[0] == 2
+
+    cc.run_threads(2, body, timeout=20)

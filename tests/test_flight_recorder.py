@@ -475,3 +475,10 @@ def test_dumps_beside_a_running_program_are_whole():
     reader.join(20)
     assert wrong == []
     assert counts[0] == counts[1] >= 1
+
+
+def test_dumps_into_no_directory(tmp_path):
+    with pytest.raises(cc.ConfigError, match=r"nowhere.* is no directory"):
+        cc.dump_on_signal(signal.SIGUSR2, tmp_path / "nowhere")
+    with pytest.raises(TypeError, match="number must be an integer"):
+        cc.dump_on_signal("USR2", tmp_path)

@@ -223,3 +223,17 @@ def test_works_of_a_block_that_raised_say_why():
                 asyncio.run(awaited(work))
 
     cc.run_threads(2, body, timeout=20)
+
+
+def test_a_group_is_used_once():
+    """Its calls would be made again."""
+
+    def body(comm):
+        group, x = comm.group(), np.ones(2)
+        with group:
+            comm.all_reduce(x)
+        with pytest.raises(cc.CollectiveError, match="used once"), group:
+            comm.all_reduce(np.ones(2))
+        assert (comm.all_reduce(np.ones(2)) == 2).all() and (x == 2).all()
+
+    cc.run_threads(2, body, timeout=20)

@@ -347,3 +347,42 @@ def test_the_example_of_the_design():
             cases.on_threads(4, cases.sweep(4, [("turning", "all_reduce")], (300,)))
     finally:
         cc.unregister("turning")
+
+
+def test_ranks_with_different_schedules_of_one_name(register):
+    """One that depends on the process is found by the first call, before anything is written."""
+    turn = iter(range(100))
+
+    def shuffled(n):
+        k = next(turn) % 2
+        yield [Transfer(0, r, k) for r in range(1, n)]
+        yield [Transfer(0, r, 1 - k) for r in range(1, n)]
+
+    register("broadcast", chunks=lambda n: 2)(shuffled)
+
+    def body(comm):
+        for rank in range(2):  # each makes its own, in turn
+            if comm.rank == rank:
+                cc.schedule("shuffled", "broadcast", 2)
+            comm.barrier()
+        x = np.full(4, comm.rank)
+        with pytest.raises(cc.MismatchError, match=r"algorithm=shuffled#\w{8}.*shuffled#\w{8}"):
+            comm.broadcast(x, algorithm="shuffled")
+        assert (x == comm.rank).all()
+        assert comm.all_reduce(np.ones(1))[0] == 2
+
+    cc.run_threads(2, body, timeout=20)
+
+
+@pytest.mark.parametrize("name", ["auto", "a,b", "a(b)", "a b", "a#b", "ä" * 33])
+def test_names_that_none_could_call(name):
+    with pytest.raises(ValueError, match="cannot be called"):
+        cc.algorithm("broadcast", name=name)(lambda n: [])
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 1 << 20])
+def test_programs_of_ranks_that_there_are_not(rank):
+    with pytest.raises(ValueError, match=r"rank must be one of 0\.\.3"):
+        cc.schedule("ring", "all_reduce", 4).lowered(rank)
+    with pytest.raises(ValueError, match="order must be"):
+        cc.schedule("ring", "all_reduce", 4).lowered(0, "any other")

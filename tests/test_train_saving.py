@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import models
+import numpy as np
 import pytest
 
 import collectives as cc
+from collectives.bucketing import Bucketer
 from collectives.train import AdamW, Trainer, checkpoint
 
 X, Y = models.data(100)
@@ -145,3 +147,38 @@ def test_only_the_last_generation_stays(tmp_path):
     cc.run_threads(2, body, timeout=60)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["checkpoint.json", "generation-3-1"]
+
+
+def test_what_else_lies_there_stays(tmp_path):
+    """Also where its name begins as those of the trainer's folders do."""
+    kept = [tmp_path / name / "kept" for name in ("generation-samples", "generation-1-0-old", "b")]
+    for file in kept:
+        file.parent.mkdir()
+        file.write_text("precious")
+
+    def body(comm):
+        trainer = make(comm)
+        for _ in range(3):
+            trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+            trainer.save(tmp_path)
+
+    cc.run_threads(2, body, timeout=60)
+    assert all(file.read_text() == "precious" for file in kept)
+    assert len(list(tmp_path.glob("generation-[0-9]*"))) == 2  # the last, and one of those
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [(0, TypeError), (("a", 1), TypeError), ("\udcff", ValueError)]
+)
+def test_names_that_no_checkpoint_holds(name, error):
+    parameters = {"w": np.ones(3, np.float32), name: np.ones(2, np.float32)}
+
+    def body(comm):
+        with pytest.raises(error, match=r"name.*parameter"):
+            Trainer(models.loss_and_grads, AdamW(lr=1.0), comm, params=parameters)
+        with pytest.raises(error, match=r"name.*parameter"):
+            Trainer(models.loss_and_grads, AdamW(lr=1.0), comm, params=parameters, frozen=[name])
+        with pytest.raises(error, match=r"name.*parameter"):
+            Bucketer(comm, parameters)
+
+    cc.run_threads(2, body, timeout=20)

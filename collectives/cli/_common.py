@@ -207,8 +207,11 @@ def check_writable(*paths: str | None) -> None:
     """
     for path in paths:
         if path and rank_hint() == 0:
+            new = not os.path.lexists(path)
             try:
                 open(path, "ab").close()
+                if new:  # nothing is left where the command is refused later
+                    os.remove(path)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 

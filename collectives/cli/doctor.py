@@ -20,6 +20,7 @@ from . import _common
 EXAMPLES = """\
 examples:
   python -m collectives doctor
+  mkdir -p /tmp/dumps
   COLLECTIVES_DUMP=/tmp/dumps python -m collectives run -n 4 train.py     then, when it is stuck,
   pkill -USR1 -f train.py; python -m collectives doctor /tmp/dumps/*.json
 """

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import zlib
@@ -147,7 +148,7 @@ def save(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
 
 def _begin(root: Path, steps: int) -> str:
     """A name for a new generation. Those that saves cut short have left make room for it."""
-    if len(list(root.glob("generation-*"))) > 1:
+    if len(_generations(root)) > 1:
         with contextlib.suppress(CheckpointError):  # what cannot be read is left as it is
             _remove_but(root, _index(root)["generation"])
     number = 0
@@ -158,9 +159,14 @@ def _begin(root: Path, steps: int) -> str:
 
 def _remove_but(root: Path, name: str) -> None:
     """Removes all generations but one."""
-    for old in root.glob("generation-*"):
+    for old in _generations(root):
         if old.name != name:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _generations(root: Path) -> list[Path]:
+    """The folders that saves have made there; all else is the user's."""
+    return [p for p in root.glob("generation-*") if re.fullmatch(r"generation-\d+-\d+", p.name)]
 
 
 def _writes(trainer: Trainer) -> bool:

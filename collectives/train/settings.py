@@ -12,6 +12,7 @@ import numpy as np
 
 from ..agreement import agree
 from ..array import dtype_name
+from ..bucket_layout import check_name
 from ..errors import ArrayTypeError, did_you_mean
 from .precision import compute_dtype
 
@@ -128,6 +129,8 @@ def agree_on(
     """Raises MismatchError on all ranks unless all have these parameters, settings and parameter
     groups. Collective.
     """
+    for name in (*model.parameters, *model.frozen):
+        check_name(name)
     shapes = {
         name: [kind, list(x.shape), dtype_name(x.dtype)]
         for kind, arrays in (("", model.parameters), ("frozen", model.frozen))
