@@ -303,9 +303,18 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._known = None
         if self._device is not None:
             self._device.close()
-        self._core.close()
-        self._in_flight.forget()
-        self._bootstrap.close()
+        try:
+            while not self._core.drain(0.1):  # here handlers of signals run
+                pass
+        except CollectiveError:  # it is broken, so what is queued ends; or this is a forked child
+            pass
+        except BaseException as error:  # Ctrl-C
+            self._core.abort(f"close() was interrupted by {type(error).__name__}")
+            raise
+        finally:
+            self._core.close()
+            self._in_flight.forget()
+            self._bootstrap.close()
 
     def __del__(self) -> None:
         # The queue ends before the arrays that it works on are freed.
@@ -338,6 +347,8 @@ class Communicator(Reductions, Movements, PointToPoint):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, KeyboardInterrupt) and self._core.queued:
+            self.abort(f"rank {self.rank} was interrupted")  # what is queued may wait for long
         self.close()
 
     def __repr__(self) -> str:

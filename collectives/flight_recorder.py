@@ -27,6 +27,10 @@ VERSION = 1
 
 # Where COLLECTIVES_DUMP led when it was first read: the program may go to another directory.
 _directories: dict[str, str] = {}
+try:
+    _BEGAN = os.getcwd()  # where relative ones count from, wherever the program goes
+except OSError:  # it is gone
+    _BEGAN = ""
 
 
 def dump_when_told(directory: str) -> None:
@@ -36,7 +40,7 @@ def dump_when_told(directory: str) -> None:
     """
     if not directory:
         return
-    whole = _directories.get(directory) or os.path.abspath(directory)
+    whole = _directories.get(directory) or os.path.abspath(os.path.join(_BEGAN, directory))
     _set_directory(whole, "COLLECTIVES_DUMP")
     _directories[directory] = whole
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:

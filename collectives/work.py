@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 class Work(ABC):
     """An asynchronous call. Its arrays must not be touched until it is done.
 
-    `await work` gives its result too.
+    `await work` gives its result too; of a send or recv it raises DeadlineError once it has lasted
+    as long as the communicator's timeout.
     """
 
     @abstractmethod
@@ -30,14 +32,30 @@ class Work(ABC):
     def _finish(self) -> Any:
         """The result of an ended call; raises its error."""
 
+    def _patience(self) -> float:
+        """Seconds that `await` waits at most; without end where the call ends by itself. Raises
+        where it cannot end meanwhile.
+        """
+        return math.inf
+
+    @staticmethod
+    def _late(timeout: float) -> DeadlineError:
+        return DeadlineError(f"the call is not done after {timeout:g} s; it goes on")
+
+    def _wait_up_to(self, timeout: float | None) -> None:
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
+        if not self._wait(timeout):
+            assert timeout is not None
+            raise self._late(timeout)
+
     def wait(self, timeout: float | None = None) -> Any:
         """Waits up to `timeout` seconds (without: as long as the communicator's own deadline
         allows) and returns the result.
 
         Raises what the call raised; DeadlineError if it is not done by then (it goes on).
         """
-        if not self._wait(timeout):
-            raise DeadlineError(f"the call is not done after {timeout:g} s; it goes on")
+        self._wait_up_to(timeout)
         return self._finish()
 
     def result(self, timeout: float | None = None) -> Any:
@@ -46,8 +64,7 @@ class Work(ABC):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits like `wait`; returns the call's error, None if there is none."""
-        if not self._wait(timeout):
-            raise DeadlineError(f"the call is not done after {timeout:g} s; it goes on")
+        self._wait_up_to(timeout)
         try:
             self._finish()
         except Exception as error:  # this is what was asked for
@@ -57,8 +74,11 @@ class Work(ABC):
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # here: it takes 40 ms, and who awaits has it already
 
-        pause = 0.0
+        patience, pause = self._patience(), 0.0
+        end = time.monotonic() + patience
         while not self.done():
+            if time.monotonic() > end:
+                raise self._late(patience)
             yield from asyncio.sleep(pause).__await__()
             pause = min(1e-3, pause + 2e-5)
         return self._finish()
@@ -189,6 +209,9 @@ class TransferWork(Work):
     def done(self) -> bool:
         return all(self._core.transfer_done(p) for p in self.posted)
 
+    def _patience(self) -> float:
+        return self._core.timeout  # what is posted may stay so for longer, where nobody waits
+
     def _wait(self, timeout: float | None) -> bool:
         if timeout is None:
             self._core.wait(self.posted)
@@ -243,9 +266,13 @@ class GroupWork(Work):
     def done(self) -> bool:
         return self._done
 
-    def _wait(self, timeout: float | None) -> bool:
+    def _patience(self) -> float:
         if not self._done:
             raise CollectiveError("this call runs when its group() ends: wait after the with block")
+        return super()._patience()
+
+    def _wait(self, timeout: float | None) -> bool:
+        self._patience()
         return True
 
     def _finish(self) -> Any:

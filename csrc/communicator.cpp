@@ -141,13 +141,15 @@ void Communicator::end_queue() {
   }
   if (thread_.joinable()) thread_.join();
   if (transfer_thread_.joinable()) transfer_thread_.join();
+  p2p_->stop();  // the arrays of transfers that nobody waits for may go now
+  over_ = true;
 }
 
 void Communicator::close() {
   if (birth_.in_child() || closed_.exchange(true)) return;
   end_queue();
-  plans_.clear();
-  straight_.reset();  // and its memory on the GPU
+  // (Plans stay: another thread may be in a call.)
+  straight_.reset();  // and its memory on the GPU, which the queue's thread alone uses
   recorder_->closed();
   if (config_.region) {
     RankArea& mine = config_.region->rank(config_.local_of[config_.rank]);

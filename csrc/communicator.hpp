@@ -279,6 +279,7 @@ class Communicator : public Watch {
 
   void check(const Where& where, Wait& wait) override;
   void check_peers(const Where& where, Wait& wait);
+  void look_at_peer(const PostedTransfer& t);
   void enter_slow() override;
   void leave_slow() override;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text, int peer = -1);
@@ -392,6 +393,7 @@ class Communicator : public Watch {
 
   std::atomic<double> timeout_s_{0};
   std::atomic<bool> busy_{false};
+  std::atomic<bool> over_{false};  // nothing of it moves any more: it is closed, or goes
   std::atomic<bool> closed_{false};
   std::atomic<bool> broken_{false};
   mutable std::mutex reason_mutex_;

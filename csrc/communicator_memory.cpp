@@ -71,14 +71,35 @@ void Communicator::wait_and_tell(const std::vector<PostedTransfer>& posted) {
 
 bool Communicator::done(const PostedTransfer& t) {
   if (birth_.in_child()) check_open();
-  if (p2p_->done(t)) return true;
+  if (p2p_->done(t) || over_) return true;
   if (!broken_ && time_to_look(std::chrono::steady_clock::now())) {
     try {
       look_around("has posted a transfer");
-    } catch (const Error&) {  // now it is broken
+      look_at_peer(t);
+    } catch (const Error&) {  // now it is broken, and nothing of it moves
+      t->error = std::current_exception();
     }
   }
   return broken_;
+}
+
+// Throws if the peer of a transfer that is under way has closed.
+void Communicator::look_at_peer(const PostedTransfer& t) {
+  const int peer = p2p_->peer(t);
+  const int q = peer >= 0 ? config_.local_of[peer] : -1;
+  if (!config_.region || q < 0 || peer == config_.rank || !liveness_->left(q)) return;
+  // What it did before it closed is visible by now; only a later look can conclude that nothing
+  // more will come.
+  p2p_->progress();
+  if (!p2p_->done(t) && ++t->closed_seen > 2)
+    fail(ErrorKind::closed,
+         "rank " + std::to_string(peer) + " has closed the communicator while rank " +
+             std::to_string(config_.rank) + " has posted a transfer with it",
+         peer);
+}
+
+static void raise_error(const TransferState& t) {
+  if (t.error) std::rethrow_exception(t.error);
 }
 
 void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
@@ -90,11 +111,16 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
       w.channel = kPointToPointChannel;
       return w;
     };
+    if (over_ || broken_) raise_error(*t);
     try {
       p2p_waiter_->until(
           [&] {
             p2p_->progress();
-            return p2p_->done(t);
+            if (p2p_->done(t)) return true;
+            if (over_)
+              throw Error(ErrorKind::closed,
+                          "this communicator was closed while a transfer was under way");
+            return false;
           },
           where);
     } catch (const Error&) {
@@ -105,10 +131,9 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
       throw;
     }
     if (t->sends && t->peer != config_.rank)
-      p2p_waiter_->until([&] { return p2p_->flushed(t->peer); }, where);
+      p2p_waiter_->until([&] { return over_ || p2p_->flushed(t->peer); }, where);
   }
-  for (const PostedTransfer& t : posted)
-    if (t->error) std::rethrow_exception(t->error);
+  for (const PostedTransfer& t : posted) raise_error(*t);
 }
 
 // ---- symmetric memory -------------------------------------------------------------------------

@@ -99,6 +99,7 @@ void Communicator::enqueue(Job job) {
 }
 
 bool Communicator::drain(double seconds) {
+  birth_.check();  // a forked child has no seat of its own
   if (told_to_stop()) give_up(ErrorKind::aborted, config_.region->abort_reason());
   const auto end = steady_clock::now() + duration<double>(seconds);
   while (queued_.load(std::memory_order_acquire) != 0) {

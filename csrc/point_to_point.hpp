@@ -37,6 +37,7 @@ struct TransferState {  // one posted operation
   std::exception_ptr error;
   CallRecord* record = nullptr;
   std::uint64_t recorded = 0;  // its number there
+  int closed_seen = 0;         // looks at which its peer had closed
 };
 using PostedTransfer = std::shared_ptr<TransferState>;
 

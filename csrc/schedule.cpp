@@ -33,6 +33,10 @@ std::string trimmed(const std::string& text) {
 }
 
 Name parse_name(const std::string& text) {
+  constexpr std::size_t kLongest = 4096;  // parts have parts, and each is parsed within another
+  if (text.size() > kLongest)
+    throw std::invalid_argument("an algorithm name of " + std::to_string(text.size()) +
+                                " characters; up to " + std::to_string(kLongest) + " are read");
   const std::string whole = trimmed(text);
   const auto malformed = [&](const std::string& why) {
     return std::invalid_argument(

@@ -482,3 +482,17 @@ def test_dumps_into_no_directory(tmp_path):
         cc.dump_on_signal(signal.SIGUSR2, tmp_path / "nowhere")
     with pytest.raises(TypeError, match="number must be an integer"):
         cc.dump_on_signal("USR2", tmp_path)
+
+
+def test_a_relative_directory_counts_from_where_the_program_began(tmp_path):
+    (tmp_path / "dumps").mkdir()
+    code = (
+        "import os, collectives as cc\n"
+        "os.chdir('/')\n"
+        "comm = cc.init()\n"
+        "os.kill(os.getpid(), 10)\n"
+        "import time; time.sleep(0.5)\n"
+    )
+    environment = os.environ | {"COLLECTIVES_DUMP": "dumps"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert list((tmp_path / "dumps").iterdir())

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +27,12 @@ def tell(what):
 """
 
 
+def hear():
+    """Signals are heard, also where whoever started pytest ignores them."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Starts the launcher; with `code`, on a script that runs it once the ranks have met."""
@@ -37,7 +44,7 @@ def launch(tmp_path):
             script = tmp_path / "script.py"
             script.write_text(PRELUDE + textwrap.dedent(code))
             command.append(str(script))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": hear}
         process = subprocess.Popen(
             command,
             text=True,
@@ -272,6 +279,100 @@ def test_children_of_a_killed_rank_are_killed_too(launch):
     process.terminate()
     wait_until(lambda: not is_alive(child))
     assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.faults
+def test_children_of_the_rank_that_failed_end_too(launch):
+    """And those that take longer than their rank."""
+    code = """
+    import subprocess
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    children = [
+        subprocess.Popen(["sleep", "60"]),
+        subprocess.Popen([sys.executable, "-c", ignores]),
+    ]
+    for child in children:
+        tell(child.pid)
+    time.sleep(0.5)
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(3)
+    time.sleep(60)
+    """
+    process = launch("-n", "2", code=code)
+    children = [process.stdout.readline().strip() for _ in range(4)]
+    assert finish(process)[0] == 3
+    wait_until(lambda: not any(is_alive(child) for child in children))
+
+
+@pytest.mark.faults
+def test_user_signals_are_for_ranks_alone(launch, tmp_path):
+    """Asking for dumps does not end what ranks have started."""
+    code = """
+    import subprocess
+    got = []
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    child = subprocess.Popen(["sleep", "60"])
+    comm.barrier()
+    tell("ready")
+    while not got:
+        time.sleep(0.01)
+    comm.barrier()
+    time.sleep(0.2)
+    tell(child.poll())
+    child.kill()
+    """
+    process = launch("-n", "2", code=code)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[:2] == (0, "None\n" * 2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_signals_that_the_launcher_was_told_to_ignore(launch, number):
+    """As nohup does, and a shell for what it starts in the background."""
+    code = """
+    comm.barrier()
+    tell("ready")
+    time.sleep(0.7)
+    tell("done")
+    """
+    ignore = {"preexec_fn": lambda: signal.signal(number, signal.SIG_IGN)}
+    process = launch("-n", "2", code=code, **ignore)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    assert finish(process)[:2] == (0, "done\n" * 2)
+
+
+@pytest.mark.faults
+def test_a_failure_where_the_launcher_was_told_to_ignore_its_children(launch):
+    code = """
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(3)
+    time.sleep(60)
+    """
+    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)}
+    status, _, err = finish(launch("-n", "2", code=code, **ignore))
+    assert status == 3 and "exited with status 3; stopping rank 0" in err
+
+
+@pytest.mark.parametrize(("descriptor", "options"), [(0, ()), (1, ("--label",))])
+def test_closed_files(launch, descriptor, options):
+    closed = {"preexec_fn": lambda: os.close(descriptor)}
+    status, _, err = finish(launch("-n", "2", *options, code="comm.barrier()", **closed))
+    assert (status, err) == (0, "")
+
+
+def test_too_few_files(launch):
+    def few():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+    status, _, err = finish(launch("-n", "8", "--label", code="comm.barrier()", preexec_fn=few))
+    assert status == 2
+    assert "Too many open files; raise the limit of open files (ulimit -n)" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

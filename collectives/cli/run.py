@@ -4,7 +4,8 @@ Each rank is a process of its own that runs the program; `collectives.init()` in
 ranks. If a rank fails, the others are stopped, and this command ends with the failed rank's exit
 status (128 + N if signal N ended it) after telling which rank that was. With --keep-going the
 others run on, for programs that call `Communicator.shrink`, and the job has succeeded if any rank
-has. Signals that this command gets are passed on to all ranks. No rank outlives it, even if it is
+has. Signals that this command gets are passed on to all ranks, but those that it was told to ignore
+(nohup); those that end ranks reach what they have started too. No rank outlives it, even if it is
 killed.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -20,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from typing import IO, NamedTuple
+from typing import IO
 
 from ..bootstrap import Server, listen
 from ..children import die_with_parent
@@ -48,9 +50,12 @@ _PASSED_ON = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-_WAITED = {signal.SIGCHLD, *_PASSED_ON}
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 _FIRST_ENDS = 3.0  # seconds that the rank that failed first has to end, once another has
+_CURES = {
+    errno.EMFILE: "; raise the limit of open files (ulimit -n)",
+    errno.EAGAIN: "; raise the limit of processes (ulimit -u)",
+}
 _TIMED_OUT = 124  # exit status of --limit, as that of timeout(1)
 
 
@@ -124,9 +129,36 @@ def run(args: argparse.Namespace) -> int:
     return job.run([sys.executable, *program])
 
 
-class _Rank(NamedTuple):
-    rank: int
-    process: subprocess.Popen[bytes]
+class _Rank:
+    """A rank's process, which leads a group with what it starts. It stays a zombie until `reap`, so
+    that nobody else gets the number of the group meanwhile.
+    """
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.process = process
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its status, -N if signal N ended it; None while it runs."""
+        if self._code is None:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PID, self.process.pid, options)
+            if ended is not None:
+                exited = ended.si_code == os.CLD_EXITED
+                self._code = ended.si_status if exited else -ended.si_status
+        return self._code
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the rank, if it runs; and if it is to end, to what it has started too."""
+        if number in _ENDING:
+            with contextlib.suppress(ProcessLookupError):  # it has left its group
+                os.killpg(self.process.pid, number)
+        elif self.poll() is None:
+            os.kill(self.process.pid, number)
+
+    def reap(self) -> None:
+        self.process.wait()
 
 
 class _Job:
@@ -139,15 +171,20 @@ class _Job:
         self._ranks: list[_Rank] = []
         self._printers: list[threading.Thread] = []
         self._status: int | None = None
+        # What the launcher was told to ignore, as by nohup, its ranks ignore too.
+        heard = (s for s in _PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN)
+        self._waited = {signal.SIGCHLD, *heard}
         self._told: set[int] = set()  # ranks whose failure --keep-going has told of
         self._kill_at: float | None = None
         self._judge_at: float | None = None
 
     def run(self, command: Sequence[str]) -> int:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
+        children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else nobody keeps their status
         try:
             return self._run(command, mask)
         finally:
+            signal.signal(signal.SIGCHLD, children or signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _run(self, command: Sequence[str], mask: Set[int]) -> int:
@@ -173,20 +210,23 @@ class _Job:
             server.start()
             self._start_printers()
             limit = time.monotonic() + args.limit if args.limit else None
-            while any(started.process.poll() is None for started in self._ranks):
+            while any(started.poll() is None for started in self._ranks):
                 self._wait(limit)
                 self._judge(server.lost)
             self._judge(server.lost)
         finally:
+            # Where ranks failed or were told to end, what they have started does not stay.
             for started in self._ranks:
-                if started.process.poll() is None:
-                    _signal(started.process, signal.SIGKILL)
-                    started.process.wait()
+                if self._status is not None or started.poll() is None:
+                    started.signal(signal.SIGKILL)
+            codes = [started.poll() or 0 for started in self._ranks]
+            for started in self._ranks:
+                started.reap()
             server.stop(seconds=0)
+            end = time.monotonic() + _GRACE
             for printer in self._printers:
-                printer.join(_GRACE)
+                printer.join(max(0.0, end - time.monotonic()))
         if args.keep_going and self._status is None:
-            codes = [rank.process.returncode for rank in self._ranks]
             worst = next((code for code in codes if code), 0)
             return 0 if 0 in codes else worst if worst > 0 else 128 - worst
         return self._status or 0
@@ -223,21 +263,28 @@ class _Job:
         mask: Set[int],
     ) -> _Rank:
         pipe = subprocess.PIPE if self._args.label else None
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=None if rank == 0 and not sys.stdin.isatty() else subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            preexec_fn=_before_exec(os.getpid(), mask),
-        )
+        reads = rank == 0 and sys.stdin is not None and not sys.stdin.isatty()
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=None if reads else subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                preexec_fn=_before_exec(os.getpid(), mask),
+            )
+        except OSError as error:
+            cure = _CURES.get(error.errno or 0, "")
+            raise ConfigError(f"cannot start rank {rank}: {error.strerror}{cure}") from error
         return _Rank(rank, process)
 
     def _wait(self, limit: float | None) -> None:
         """Waits for the next signal or deadline, and acts on it."""
         now = time.monotonic()
         ends = [now + 1.0, self._kill_at, self._judge_at, limit if self._status is None else None]
-        got = signal.sigtimedwait(_WAITED, max(0.0, min(e for e in ends if e is not None) - now))
+        got = signal.sigtimedwait(
+            self._waited, max(0.0, min(e for e in ends if e is not None) - now)
+        )
         if got is not None and got.si_signo in _PASSED_ON:
             number = signal.Signals(got.si_signo)
             quiet = self._args.quietly and number == signal.SIGINT
@@ -246,7 +293,7 @@ class _Job:
                 self._stop(128 + number, None)
         now = time.monotonic()
         if limit is not None and now >= limit and self._status is None:
-            running = [rank.rank for rank in self._ranks if rank.process.poll() is None]
+            running = [rank.rank for rank in self._ranks if rank.poll() is None]
             _tell(f"ran for {self._args.limit:g} s, the limit; stopping {_count(running)}")
             self._stop(_TIMED_OUT, signal.SIGTERM)
         if self._kill_at is not None and now >= self._kill_at:
@@ -258,26 +305,26 @@ class _Job:
         The first to fail takes others with it, which may end sooner than the first itself does. The
         rendezvous has seen in which order they left, in `lost`; the first has _FIRST_ENDS.
         """
-        failed = [rank for rank in self._ranks if rank.process.poll()]
+        failed = [rank for rank in self._ranks if rank.poll()]
         if self._status is not None or not failed:
             return
         if self._args.keep_going:
             for rank in failed:
                 if rank.rank not in self._told:
                     self._told.add(rank.rank)
-                    how = _end_in_words(rank.process.returncode)
+                    how = _end_in_words(rank.poll() or 0)
                     _tell(f"rank {rank.rank} (pid {rank.process.pid}) {how}; going on without it")
             return
         first = self._ranks[lost[0]] if lost else failed[0]
-        if first.process.poll() is None:
+        if first.poll() is None:
             now = time.monotonic()
             self._judge_at = self._judge_at or now + _FIRST_ENDS
             if now < self._judge_at:
                 return
         order = {rank: place for place, rank in enumerate(lost)}
         culprit = min(failed, key=lambda rank: order.get(rank.rank, -1))
-        code = culprit.process.returncode
-        running = [rank.rank for rank in self._ranks if rank.process.poll() is None]
+        code = culprit.poll() or 0
+        running = [rank.rank for rank in self._ranks if rank.poll() is None]
         how = _end_in_words(code)
         also = f"; stopping {_count(running)}" if running else ""
         _tell(f"rank {culprit.rank} (pid {culprit.process.pid}) {how}{also}")
@@ -294,8 +341,7 @@ class _Job:
 
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:
-            if rank.process.poll() is None:
-                _signal(rank.process, number)
+            rank.signal(number)
 
     def _start_printers(self) -> None:
         lock = threading.Lock()
@@ -305,7 +351,9 @@ class _Job:
                 (rank.process.stderr, sys.stderr),
             ):
                 if source is not None:
-                    arguments = (source, target.fileno(), rank.rank, lock)
+                    closed = target is None  # by who started this
+                    into = os.open(os.devnull, os.O_WRONLY) if closed else target.fileno()
+                    arguments = (source, into, rank.rank, lock)
                     printer = threading.Thread(target=_print, args=arguments, daemon=True)
                     printer.start()
                     self._printers.append(printer)
@@ -322,12 +370,6 @@ def _before_exec(parent: int, mask: Set[int]) -> Callable[[], None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     return prepare
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To a rank and to what it has started: a rank leads a process group."""
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.killpg(process.pid, number)
 
 
 def _print(source: IO[bytes], target: int, rank: int, lock: threading.Lock) -> None:
@@ -364,5 +406,6 @@ def _count(running: Sequence[int]) -> str:
 
 def _tell(text: str) -> None:
     # In one piece, so that what a rank writes cannot come between the line and its end.
-    sys.stderr.write(f"collectives run: {text}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(f"collectives run: {text}\n")
+        sys.stderr.flush()

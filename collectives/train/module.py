@@ -45,10 +45,18 @@ if TYPE_CHECKING:
     from .sharding import Store
 
 
-# All parameters of a bucket; each parameter with its part, and with what it has in between: the
-# same shape, for autograd and whoever asks, without memory. It is NaN for what does not see that
-# the parameter is shut.
-_Flat = tuple[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]]
+class _Flat(NamedTuple):
+    """The memory of a bucket under stage 3.
+
+    views  each parameter with its part, and with what it has in between: the same shape, for
+           autograd and whoever asks, without memory. It is NaN for what does not see that the
+           parameter is shut.
+    array  on the host None: an array of numpy that is kept would keep the memory
+    """
+
+    whole: torch.Tensor
+    views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    array: _Array | None
 
 
 class ModuleModel(Model):
@@ -155,7 +163,7 @@ class ModuleModel(Model):
         kind = torch_dtype(torch, shard.dtype)
         flat = torch.empty(shard.bucket.count, dtype=kind, device=shard.bucket.device)
         nan = flat.new_full((), float("nan"))
-        return flat, [
+        views = [
             (
                 self._tensors[slot.name],
                 # It sees the storage, whatever memory that has.
@@ -164,6 +172,7 @@ class ModuleModel(Model):
             )
             for slot in shard.bucket.slots
         ]
+        return _Flat(flat, views, _Array(flat) if flat.is_cuda else None)
 
     def _begin(self) -> None:
         for name, parameter in self._frozen.items():
@@ -176,17 +185,17 @@ class ModuleModel(Model):
             self._watch()
 
     def take(self, shard: Shard) -> Any:
-        flat, views = self._flat[shard.bucket.index]
+        flat, views, array = self._flat[shard.bucket.index]
         flat.untyped_storage().resize_(flat.numel() * flat.element_size())
         if flat.numel():  # what has no memory is nowhere
             self._places[flat.data_ptr()] = shard.bucket.index
         with torch._C.DisableTorchFunctionSubclass():  # they may be shut
             for parameter, view, _ in views:
                 parameter.data = view
-        return native(flat)
+        return native(flat) if array is None else array.now()[0]
 
     def give(self, shard: Shard) -> None:
-        flat, views = self._flat[shard.bucket.index]
+        flat, views, _ = self._flat[shard.bucket.index]
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, _, blank in views:
                 shut(parameter)
@@ -195,7 +204,7 @@ class ModuleModel(Model):
         storage = flat.untyped_storage()
         if not storage.resizable():  # somebody has it as an array of numpy, and keeps it
             self._flat[shard.bucket.index] = self._flat_of(shard)
-            storage = self._flat[shard.bucket.index][0].untyped_storage()
+            storage = self._flat[shard.bucket.index].whole.untyped_storage()
         storage.resize_(0)
 
     def lend(self, count: int, dtype: str, device: str) -> Lent | None:
@@ -287,17 +296,12 @@ class ModuleModel(Model):
 
     def began(self, bucket: Bucket) -> None:
         assert self._sink is not None and self._sink.together is not None
-        if self._gatherer is None:
-            self._courier.give(partial(self._sink.together.began, bucket))
-        else:
-            self._sink.together.began(bucket)
+        self._courier.give(partial(self._sink.together.began, bucket))
 
     def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
         assert self._sink is not None
-        if self._gatherer is None:
-            self._courier.give(partial(_hand_over, self._sink, bucket, grads))
-        else:
-            _hand_over(self._sink, bucket, grads)
+        self._courier.give(partial(_hand_over, self._sink, bucket, grads))
+        if self._gatherer is not None:
             self._let_go(bucket.index, {slot.name for slot in bucket.slots})
 
     def _let_go(self, bucket: int, names: set[str]) -> None:
@@ -406,23 +410,37 @@ class ModuleModel(Model):
             raise CollectiveError(not_there([name]))
 
 
+class _Array:
+    """A tensor whose memory comes and goes, as a native array: torch's allocator tends to give the
+    same memory again.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._place: int | None = None
+        self._array: Any = None
+
+    def now(self) -> tuple[Any, bool]:
+        """While it has memory; and whether that is other than the last time."""
+        moved = self._tensor.data_ptr() != self._place
+        if moved:
+            self._place = self._tensor.data_ptr()
+            self._array = native(self._tensor)
+        return self._array, moved
+
+
 class _Lent:
     """Memory of torch's allocator, which has it for other tensors in between."""
 
     def __init__(self, count: int, dtype: str, device: str) -> None:
         self._flat = torch.empty(count, dtype=torch_dtype(torch, dtype), device=device)
         self._nbytes = self._flat.nbytes
-        self._place: int | None = None
-        self._array: Any = None
+        self._array = _Array(self._flat)
         self.give()
 
     def take(self) -> tuple[Any, bool]:
         self._flat.untyped_storage().resize_(self._nbytes)
-        moved = self._flat.data_ptr() != self._place
-        if moved:
-            self._place = self._flat.data_ptr()
-            self._array = native(self._flat)
-        return self._array, moved
+        return self._array.now()
 
     def give(self) -> None:
         self._flat.untyped_storage().resize_(0)
