@@ -167,15 +167,16 @@ int dtype_of_format(const char* format) {
   }
 }
 
-// numpy's, for good; nullptr: there is none.
+// numpy's, for good; nullptr: there is none. (Not made by a static's initialiser, whose lock a
+// thread would hold while an import lets another have the GIL.)
 PyTypeObject* ndarray() {
-  static PyObject* const type = [] {
+  static PyObject* type = nullptr;
+  if (type == nullptr) {
     PyObject* const numpy = PyImport_ImportModule("numpy");
-    PyObject* const found = numpy ? PyObject_GetAttrString(numpy, "ndarray") : nullptr;
+    type = numpy != nullptr ? PyObject_GetAttrString(numpy, "ndarray") : nullptr;
     Py_XDECREF(numpy);
     PyErr_Clear();
-    return found;
-  }();
+  }
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
