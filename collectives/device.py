@@ -66,6 +66,12 @@ def keep_streams_apart() -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+def queues() -> int:
+    """How many streams a GPU works on at a time, as far as the environment says."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(text) if text.isdecimal() else 8
+
+
 def why_no_gpu(ordinal: int) -> str:
     """Why this process cannot use GPU `ordinal`, in words; "" if it can."""
     count, why = _core.device_count()

@@ -25,7 +25,7 @@ from .calls import ANY_PAIR, Calls
 from .device import view
 from .errors import ArrayError
 
-_ANY_ROOM = -1  # for a result: it will be made
+_ANY = -(1 << 62)  # place for a result: it will be made, or shares no memory with x
 
 
 class Movements(Calls):
@@ -160,18 +160,25 @@ class Movements(Calls):
                 )
             return lengths
         self._algorithm(what.removesuffix("_v"), source.nbytes, forced, root)
-        room = _ANY_ROOM
+        room = at = _ANY
         if out is not None:
             target, _, _ = self._target(what, None, source, out, (), None)
             room = target.count
-        told = self._told_at_once(self.all_gather, [rows, room])
-        lengths = told[::2]
-        for rank, room in enumerate(told[1::2]):
-            if room != _ANY_ROOM and room != sum(lengths) * row:
+            if overlap(source, target) != "none":
+                at = source.pointer - target.pointer
+        told = self._told_at_once(self.all_gather, [rows, row, room, at])
+        lengths = told[::4]
+        size = _core.itemsizes[source.dtype]
+        for rank, (row, room, at) in enumerate(
+            zip(told[1::4], told[2::4], told[3::4], strict=True)
+        ):
+            if room not in (_ANY, sum(lengths) * row):
                 raise ArrayError(
                     f"{what}: out has {room} elements on rank {rank}, needed are "
                     f"{sum(lengths) * row}"
                 )
+            if at not in (_ANY, sum(lengths[:rank]) * row * size):
+                raise ArrayError(f"{what}: x overlaps out on rank {rank}, not as its own block")
         return lengths
 
     def all_gather_v(

@@ -76,30 +76,24 @@ bool Communicator::done(const PostedTransfer& t) {
     try {
       look_around("has posted a transfer");
       look_at_peer(t);
-    } catch (const Error&) {  // now it is broken, and nothing of it moves
-      t->error = std::current_exception();
+    } catch (const Error&) {  // now it is broken
     }
   }
-  return broken_;
+  return broken_ || p2p_->done(t);
 }
 
-// Throws if the peer of a transfer that is under way has closed.
+// A transfer whose peer has closed ends, and that alone: it may be one that nobody waits for.
 void Communicator::look_at_peer(const PostedTransfer& t) {
   const int peer = p2p_->peer(t);
   const int q = peer >= 0 ? config_.local_of[peer] : -1;
   if (!config_.region || q < 0 || peer == config_.rank || !liveness_->left(q)) return;
-  // What it did before it closed is visible by now; only a later look can conclude that nothing
-  // more will come.
   p2p_->progress();
-  if (!p2p_->done(t) && ++t->closed_seen > 2)
-    fail(ErrorKind::closed,
-         "rank " + std::to_string(peer) + " has closed the communicator while rank " +
-             std::to_string(config_.rank) + " has posted a transfer with it",
-         peer);
-}
-
-static void raise_error(const TransferState& t) {
-  if (t.error) std::rethrow_exception(t.error);
+  p2p_->peer_has_closed(
+      t, std::make_exception_ptr(
+             Error(ErrorKind::closed,
+                   "rank " + std::to_string(peer) + " has closed the communicator while rank " +
+                       std::to_string(config_.rank) + " has posted a transfer with it",
+                   peer)));
 }
 
 void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
@@ -111,7 +105,6 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
       w.channel = kPointToPointChannel;
       return w;
     };
-    if (over_ || broken_) raise_error(*t);
     try {
       p2p_waiter_->until(
           [&] {
@@ -130,10 +123,11 @@ void Communicator::wait_for_all(const std::vector<PostedTransfer>& posted) {
       leave_path(ErrorKind::aborted, error.what());
       throw;
     }
-    if (t->sends && t->peer != config_.rank)
+    if (t->sends && !t->error && t->peer != config_.rank)
       p2p_waiter_->until([&] { return over_ || p2p_->flushed(t->peer); }, where);
   }
-  for (const PostedTransfer& t : posted) raise_error(*t);
+  for (const PostedTransfer& t : posted)
+    if (t->error) std::rethrow_exception(t->error);
 }
 
 // ---- symmetric memory -------------------------------------------------------------------------

@@ -364,18 +364,19 @@ void CopiesWatch::watch(std::unique_lock<std::mutex>& lock) {
 
 using namespace device;
 
-// Do this rank's streams write words, and is there one that goes on while others wait: the one for
-// words, a call's and the program's, which may wait for the call? Here each waits for a word, since
-// the driver may put an idle stream that waits for another's event into that one's queue. Whether
-// the peers see the words is looked at in probe_check().
+// Do this rank's streams write words, and is there one that goes on while others wait: the ones for
+// words, calls' and the program's, which may wait for calls, of two communicators at once? Here
+// each waits for a word, since the driver may put an idle stream that waits for another's event
+// into that one's queue. Whether the peers see the words is looked at in probe_check().
 void DeviceCommunicator::Impl::probe_copies() {
   constexpr auto kPatience = std::chrono::milliseconds(100);
   writes_words = false;
   words_stream.reset();
   if (home != Home::device || config.nranks == 1 || config.sharing > kMostSharing) return;
   words_stream.emplace();
-  const WordsStream program;  // one more stream
-  const std::array waiting{words_stream->stream, stream, program.stream};
+  const std::array<WordsStream, 4> others;
+  const std::array waiting{words_stream->stream, stream,           others[0].stream,
+                           others[1].stream,     others[2].stream, others[3].stream};
   control->go = 0;
   try {
     put_words(stream, WordOperation::write, Words(world).theirs, 1);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "errors.hpp"
 
@@ -65,6 +66,18 @@ PostedTransfer PointToPoint::post_recv(int peer, std::uint32_t tag, Dtype dtype,
 bool PointToPoint::done(const PostedTransfer& t) {
   std::lock_guard lock(mutex_);
   return t->done;
+}
+
+// What the peer did before it closed is visible by now; only a later look can conclude that nothing
+// more will come.
+void PointToPoint::peer_has_closed(const PostedTransfer& t, std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  Peer& p = peers_[t->peer];
+  if (t->done || t->moved != 0 || p.receiving == t || ++t->closed_seen < 3) return;
+  p.recvs.remove(t);
+  p.sends.erase(std::remove(p.sends.begin(), p.sends.end(), t), p.sends.end());
+  t->error = std::move(error);
+  t->done = true;
 }
 
 int PointToPoint::peer(const PostedTransfer& t) {

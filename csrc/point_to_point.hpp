@@ -57,6 +57,8 @@ class PointToPoint {
   // Nothing moves any more once this has returned: the arrays of what is posted may go.
   void stop();
   bool done(const PostedTransfer& t);
+  // Its peer has closed: at the third look the transfer ends with `error`, unless it has begun.
+  void peer_has_closed(const PostedTransfer& t, std::exception_ptr error);
   // True if what was sent to a peer has left: see SendPort::flushed.
   bool flushed(int peer);
   // Whom a transfer is with; kAnyPeer while that is open.

@@ -193,7 +193,8 @@ class Buffer {
   // False, without a Python error, if `x` is none, or may mean more by its elements than they are,
   // as a masked array does.
   bool get(PyObject* x, int flags) {
-    if (Py_TYPE(x) != ndarray() && !PyByteArray_Check(x) && !PyMemoryView_Check(x)) return false;
+    PyTypeObject* const array = ndarray();
+    if (array == nullptr || (Py_TYPE(x) != array && PyObject_TypeCheck(x, array))) return false;
     if (PyObject_GetBuffer(x, &view, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
       PyErr_Clear();
       return false;

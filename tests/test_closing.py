@@ -54,14 +54,17 @@ def test_what_was_posted_does_not_arrive_any_more(how):
             comm.barrier()
             assert gone.wait(20)
             mine.send(np.ones(4, np.uint8), 0, tag=2, async_op=True)
+            sent.set()
             return
         work = mine.recv(small, 1, tag=2, async_op=True)
         comm.barrier()
         del mine
         gc.collect()
         gone.set()
+        assert sent.wait(20)
         with pytest.raises(cc.ClosedError, match="closed while a transfer was under way"):
             work.wait(10)
+        assert not small.any()
 
     cc.run_threads(2, body if how == "close" else dropping, timeout=20)
 
@@ -163,22 +166,36 @@ def test_awaiting_a_transfer_has_an_end():
     cc.run_threads(2, body, timeout=20)
 
 
-def test_a_posted_receive_sees_that_its_peer_has_closed():
+def test_a_posted_transfer_sees_that_its_peer_has_closed():
+    """It ends, and nothing else does: others may not even know that peer."""
+
     def body(comm):
-        if comm.rank == 0:
-            work = comm.recv(np.ones(2), 1, async_op=True)
-            comm.barrier()
-            end = time.monotonic() + 10
-            while not work.done():
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            with pytest.raises(cc.ClosedError, match="rank 1 has closed"):
-                work.wait()
-        else:
+        if comm.rank == 1:
             comm.barrier()
             comm.close()
+            return
+        works = []
+        if comm.rank == 0:
+            works = [comm.recv(np.ones(2), 1, async_op=True)]
+            works += [comm.send(np.ones(1 << 24), 1, tag=1, async_op=True) for _ in range(2)]
+            dropped = comm.recv(np.ones(2), 1, tag=2, async_op=True)
+            del dropped
+        comm.barrier()
+        end, x = time.monotonic() + 10, np.ones(2)
+        while not all(w.done() for w in works[:1]) and time.monotonic() < end:
+            time.sleep(0.01)
+        for _ in range(60):  # while those that nobody waits for are sorted out
+            other = 2 - comm.rank
+            work = comm.recv(x, other, async_op=True)
+            comm.send(x, other)
+            work.wait()
+            time.sleep(0.002)
+        if comm.rank == 0:
+            for work in works[::2]:  # (of the second a part is under way)
+                with pytest.raises(cc.ClosedError, match="rank 1 has closed"):
+                    work.wait()
 
-    cc.run_threads(2, body, timeout=20)
+    cc.run_threads(3, body, timeout=20)
 
 
 def test_awaiting_in_a_group_is_refused():

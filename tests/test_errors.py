@@ -435,6 +435,37 @@ def test_room_that_lengths_which_are_found_out_do_not_fit(collective):
     assert cc.run_threads(2, body, timeout=20) == [True] * 2
 
 
+@pytest.mark.parametrize("collective", ["all_gather_v", "gather_v"])
+def test_an_overlap_where_lengths_are_found_out(collective):
+    """Of one rank; all raise, and go on."""
+
+    def body(comm):
+        out = np.zeros(4)
+        x = out[1:3] if comm.rank == 0 else np.ones(2)
+        with pytest.raises(cc.ArrayError, match="x overlaps out on rank 0"):
+            getattr(comm, collective)(x, out=out)
+        own = out[2 * comm.rank : 2 * comm.rank + 2]
+        own[...] = comm.rank
+        assert comm.all_gather_v(own, out=out).tolist() == [0, 0, 1, 1]
+        return True
+
+    assert cc.run_threads(2, body, timeout=20) == [True] * 2
+
+
+@pytest.mark.parametrize("collective", ["all_gather_v", "gather_v"])
+def test_rows_that_differ_where_lengths_are_found_out(collective):
+    """As where they are given: all hear of it, whoever has an out."""
+
+    def body(comm):
+        x = np.ones((2, 2 + comm.rank))
+        out = {"out": np.ones((4, 2))} if comm.rank == 0 else {}
+        with pytest.raises(cc.MismatchError, match="ranks disagree"):
+            getattr(comm, collective)(x, **out)
+        return True
+
+    assert cc.run_threads(2, body, timeout=20) == [True] * 2
+
+
 @pytest.mark.parametrize("counts", [[1 << 62, 2], [1 << 60, 2], [1 << 70, 1]])
 def test_more_than_any_memory_holds(counts):
     def body(comm):

@@ -491,7 +491,9 @@ def test_a_relative_directory_counts_from_where_the_program_began(tmp_path):
         "os.chdir('/')\n"
         "comm = cc.init()\n"
         "os.kill(os.getpid(), 10)\n"
-        "import time; time.sleep(0.5)\n"
+        "import time\n"
+        "end = time.monotonic() + 20\n"
+        f"while not os.listdir({str(tmp_path / 'dumps')!r}): assert time.monotonic() < end\n"
     )
     environment = os.environ | {"COLLECTIVES_DUMP": "dumps"}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)

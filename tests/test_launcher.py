@@ -306,6 +306,42 @@ def test_children_of_the_rank_that_failed_end_too(launch):
 
 
 @pytest.mark.faults
+def test_children_have_time_to_end(launch, tmp_path):
+    """Such as one that writes a checkpoint, when the job is told to end."""
+    code = f"""
+    import subprocess
+    writes = (
+        "import signal, sys, time\\n"
+        "def end(*_):\\n"
+        "    time.sleep(0.5); open({str(tmp_path / "written")!r}, 'w').close(); sys.exit()\\n"
+        "signal.signal(signal.SIGTERM, end)\\n"
+        "print('ready', flush=True)\\n"
+        "time.sleep(60)\\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", writes])
+    time.sleep(60)
+    """
+    process = launch("-n", "1", code=code)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert finish(process)[0] == 128 + signal.SIGTERM
+    assert (tmp_path / "written").exists()
+
+
+@pytest.mark.faults
+def test_a_rank_that_has_left_its_group_is_ended(launch):
+    code = """
+    os.setpgid(0, os.getpgid(os.getppid()))
+    tell("ready")
+    time.sleep(60)
+    """
+    process = launch("-n", "1", code=code, process_group=0)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.faults
 def test_user_signals_are_for_ranks_alone(launch, tmp_path):
     """Asking for dumps does not end what ranks have started."""
     code = """
@@ -369,7 +405,7 @@ def test_too_few_files(launch):
     def few():
         resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 
-    status, _, err = finish(launch("-n", "8", "--label", code="comm.barrier()", preexec_fn=few))
+    status, _, err = finish(launch("-n", "16", "--label", code="comm.barrier()", preexec_fn=few))
     assert status == 2
     assert "Too many open files; raise the limit of open files (ulimit -n)" in err
     assert "Traceback" not in err

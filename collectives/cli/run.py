@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from pathlib import Path
 from typing import IO
 
 from ..bootstrap import Server, listen
@@ -152,8 +153,11 @@ class _Rank:
     def signal(self, number: signal.Signals) -> None:
         """To the rank, if it runs; and if it is to end, to what it has started too."""
         if number in _ENDING:
-            with contextlib.suppress(ProcessLookupError):  # it has left its group
+            try:
                 os.killpg(self.process.pid, number)
+            except ProcessLookupError:  # it has left its group
+                if self.poll() is None:
+                    os.kill(self.process.pid, number)
         elif self.poll() is None:
             os.kill(self.process.pid, number)
 
@@ -214,8 +218,12 @@ class _Job:
                 self._wait(limit)
                 self._judge(server.lost)
             self._judge(server.lost)
+            # Where ranks failed or were told to end, what they have started ends with the job.
+            while self._status is not None and self._kill_at is not None and self._left():
+                self._wait(None, 0.05)
+                if time.monotonic() > self._kill_at:
+                    break
         finally:
-            # Where ranks failed or were told to end, what they have started does not stay.
             for started in self._ranks:
                 if self._status is not None or started.poll() is None:
                     started.signal(signal.SIGKILL)
@@ -278,10 +286,27 @@ class _Job:
             raise ConfigError(f"cannot start rank {rank}: {error.strerror}{cure}") from error
         return _Rank(rank, process)
 
-    def _wait(self, limit: float | None) -> None:
+    def _left(self) -> bool:
+        """Does anything still run that a rank has started, and did not put elsewhere?"""
+        groups = {rank.process.pid for rank in self._ranks}
+        for entry in os.scandir("/proc"):
+            if entry.name.isdecimal() and int(entry.name) not in groups:
+                with contextlib.suppress(OSError, ValueError):  # it has just ended
+                    text = Path(entry.path, "stat").read_text(errors="replace")
+                    state, _, group = text.rpartition(")")[2].split()[:3]
+                    if int(group) in groups and state != "Z":
+                        return True
+        return False
+
+    def _wait(self, limit: float | None, longest: float = 1.0) -> None:
         """Waits for the next signal or deadline, and acts on it."""
         now = time.monotonic()
-        ends = [now + 1.0, self._kill_at, self._judge_at, limit if self._status is None else None]
+        ends = [
+            now + longest,
+            self._kill_at,
+            self._judge_at,
+            limit if self._status is None else None,
+        ]
         got = signal.sigtimedwait(
             self._waited, max(0.0, min(e for e in ends if e is not None) - now)
         )

@@ -24,6 +24,7 @@ import torch
 
 from ..array import namespace, native
 from ..array.dtypes import torch_dtype
+from ..device import queues
 from ..errors import CollectiveError
 from ..torch_gradients import CupyFollows
 from ..untraced import untraced
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from ..lent_memory import Lent
     from .gathering import Gatherer
     from .sharding import Store
+
+
+_QUEUES = 8  # of a GPU, for the streams of a step under stage 3
 
 
 class _Flat(NamedTuple):
@@ -94,6 +98,9 @@ class ModuleModel(Model):
         devices = {p.device for p in self._tensors.values() if p.is_cuda}
         self._ordinal = devices.pop().index if devices else None
         self._courier = Courier(self._ordinal)
+        # Gathers and reductions are calls of two communicators. Where their streams may share a
+        # queue of the GPU, one's wait holds the other up, so that all ranks need the same order.
+        self._in_order = self._ordinal is not None and queues() < _QUEUES
         self.on_gpu = all(p.is_cuda for p in self._tensors.values())
 
     @property
@@ -296,13 +303,19 @@ class ModuleModel(Model):
 
     def began(self, bucket: Bucket) -> None:
         assert self._sink is not None and self._sink.together is not None
-        self._courier.give(partial(self._sink.together.began, bucket))
+        self._hand_over(partial(self._sink.together.began, bucket))
 
     def filled(self, bucket: Bucket, grads: list[torch.Tensor]) -> None:
         assert self._sink is not None
-        self._courier.give(partial(_hand_over, self._sink, bucket, grads))
+        self._hand_over(partial(_ready_together, self._sink, bucket, grads))
         if self._gatherer is not None:
             self._let_go(bucket.index, {slot.name for slot in bucket.slots})
+
+    def _hand_over(self, errand: Callable[[], None]) -> None:
+        if self._gatherer is not None and self._in_order:
+            errand()
+        else:
+            self._courier.give(errand)
 
     def _let_go(self, bucket: int, names: set[str]) -> None:
         """Nothing waits for gradients of these parameters of a bucket any more."""
@@ -481,7 +494,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _hand_over(sink: Sink, bucket: Bucket, grads: list[torch.Tensor]) -> None:
+def _ready_together(sink: Sink, bucket: Bucket, grads: list[torch.Tensor]) -> None:
     assert sink.together is not None
     sink.together.ready_together(bucket, [_dense(grad) for grad in grads])
 
