@@ -33,11 +33,11 @@
 #include <cuda.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <exception>
 #include <map>
+#include <vector>
 
 #include "cuda_driver.hpp"
 #include "cuda_engine.hpp"
@@ -374,9 +374,9 @@ void DeviceCommunicator::Impl::probe_copies() {
   words_stream.reset();
   if (home != Home::device || config.nranks == 1 || config.sharing > kMostSharing) return;
   words_stream.emplace();
-  const std::array<WordsStream, 4> others;
-  const std::array waiting{words_stream->stream, stream,           others[0].stream,
-                           others[1].stream,     others[2].stream, others[3].stream};
+  const std::vector<WordsStream> others(config.sharing > 1 ? 1 : 4);  // ranks do this together
+  std::vector<cudaStream_t> waiting{words_stream->stream, stream};
+  for (const WordsStream& other : others) waiting.push_back(other.stream);
   control->go = 0;
   try {
     put_words(stream, WordOperation::write, Words(world).theirs, 1);
