@@ -238,7 +238,10 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
       break;
     case Collective::all_to_all:
       // Uneven: each pair has its own count, which no third rank knows.
-      if (!call.in.is_table()) s.count = call.in.total(config_.nranks);
+      if (call.in.is_table())
+        s.order |= Signature::kUneven;
+      else
+        s.count = call.in.total(config_.nranks);
       break;
     default:
       s.count = call.count;
@@ -278,6 +281,7 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
 
 void Communicator::execute(const Call& call, const Options& options) {
   ++calls_;
+  const std::uint64_t agreed = agreed_;
   recorder_->begin(calls_, call, options.algorithm, options.order);
   if (Layout::blocked(call.collective))
     recorder_->count(std::max(call.in.total(config_.nranks), call.out.total(config_.nranks)));
@@ -286,6 +290,8 @@ void Communicator::execute(const Call& call, const Options& options) {
   } catch (const Error& error) {
     recorder_->failed();
     note_error(name_of(error.kind()), error.what(), error.peer());
+    // What is refused before the peers hear of it is no call of theirs.
+    if (error.kind() == ErrorKind::unsupported && agreed_ == agreed) --calls_;
     throw;
   } catch (const std::exception& error) {
     recorder_->failed();
@@ -503,6 +509,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
                     "' passes blocks through ranks that do not know their lengths; "
                     "all_to_all_v needs one that sends directly (direct_two_shot)");
   longest = options.straight ? options.longest : agree(signature, hash, longest);
+  ++agreed_;
   if (call.collective != Collective::barrier && signature.count == 0 && !uneven_pairs) return;
   if (uneven_pairs && longest == 0) return;
 
@@ -510,7 +517,7 @@ void Communicator::run_general(const Call& call, const Options& options, const S
     return make_plan(call, low, names_[options.algorithm], longest, options.straight);
   };
   HostEngine& engine = options.straight ? *straight_->engine : *engine_;
-  const std::uint64_t tag = hash * 0x9e3779b97f4a7c15ULL + calls_;
+  const std::uint64_t tag = hash * 0x9e3779b97f4a7c15ULL + agreed_;
   try {
     if (call.in.is_table() || call.out.is_table()) {
       const auto plan = make();

@@ -354,6 +354,7 @@ class Communicator : public Watch {
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
   std::uint64_t calls_ = 0;   // begun
+  std::uint64_t agreed_ = 0;  // agreed upon and run by an engine: the same on all ranks
   std::uint64_t issued_ = 0;  // begun or queued
 
   // The last call's signature: programs repeat calls, and hashing takes as long as a cache line

@@ -154,6 +154,7 @@ Signature DeviceCommunicator::Impl::sign(const Call& call, const DeviceOptions& 
   if (direct.kind == DirectPath::Kind::exchange && call.in.is_table()) {
     // Pairs have lengths of their own, which their two ranks compare.
     s.count = 0;
+    s.order |= Signature::kUneven;
     options.algorithm.copy(s.algorithm, sizeof s.algorithm - 1);
     return s;
   }

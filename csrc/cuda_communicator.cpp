@@ -81,7 +81,7 @@ void DeviceCommunicator::Impl::close() {
   const WhileCapturing relaxed;
   const OnDevice current(config.device, std::nothrow);
   if (recorded) cudaEventSynchronize(last_event);
-  if (words_stream.has_value()) cudaStreamSynchronize(words_stream->stream);
+  if (words_stream != nullptr) cudaStreamSynchronize(words_stream->stream);
   watch.reset();  // till then: whom a kernel waits for may die
   copies_watch.reset();
   words_stream.reset();

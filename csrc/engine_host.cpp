@@ -26,20 +26,22 @@ std::size_t message_bytes(const Layout& layout, const Piece* first, const Piece*
   return total;
 }
 
-// Messages of one piece can leave from where it lies, and come to where it goes.
-template <class Port>
-bool is_bare(const Step& step, std::size_t bytes, const Port& port) {
-  return port.only_bare() || (step.npieces == 1 && bytes >= port.bare_min());
-}
-
 }  // namespace
+
+// Messages of one piece can leave from where it lies, and come to where it goes. (Of lengths that
+// two ranks alone know they may have different ideas, and both must think the same of this.)
+template <class Port>
+bool HostPlan::is_bare(const Step& step, std::size_t bytes, const Port& port) const {
+  return port.only_bare() || (agreed_ && step.npieces == 1 && bytes >= port.bare_min());
+}
 
 HostPlan::HostPlan(std::shared_ptr<const RankProgram> program, Layout layout, const Call& call,
                    const Links& links, int lanes, int nranks)
     : program_(std::move(program)),
       layout_(std::move(layout)),
       element_(size_of(call.dtype)),
-      nranks_(nranks) {
+      nranks_(nranks),
+      agreed_(call.collective != Collective::all_to_all || !call.in.is_table()) {
   lanes_ = static_cast<int>(std::min<std::uint64_t>(lanes, layout_.segments()));
   cell_bytes_ = (layout_.segment() * element_ + 63) / 64 * 64;
   std::map<RecvPort*, std::uint64_t> expected;
@@ -225,7 +227,7 @@ bool HostEngine::advance(HostPlan& plan, HostPlan::Strand& strand) {
   }
   if (strand.ticket != 0 && !hands_->done(strand.ticket)) return false;
   strand.ticket = 0;
-  conclude(strand);
+  conclude(plan, strand);
   return true;
 }
 
@@ -242,7 +244,7 @@ bool HostEngine::work(HostPlan& plan, HostPlan::Strand& strand) {
     case StepKind::send: {
       const std::size_t total = message_bytes(plan.layout_, first, last, s, element);
       strand.bytes = total;
-      if (step.npieces == 1 && step.lends && is_bare(step, total, *bound.to)) {
+      if (step.npieces == 1 && step.lends && plan.is_bare(step, total, *bound.to)) {
         const std::byte* from = address(plan, strand, *first, first->src);
         if (!bound.to->send_from(reinterpret_cast<const char*>(from), total)) return false;
         strand.lent.push_back({bound.to, bound.to->sent(), from, from + total});
@@ -265,11 +267,10 @@ bool HostEngine::work(HostPlan& plan, HostPlan::Strand& strand) {
       strand.bytes = total;
       Header header{static_cast<std::uint32_t>(total), 0, tag_};
       const char* message = nullptr;
-      if (is_bare(step, total, *bound.from)) {
+      if (plan.is_bare(step, total, *bound.from)) {
         std::byte* kept = address(plan, strand, *first, first->dst);
-        // What two ranks alone know may differ: a longer message must find room, which a slot has.
-        const bool agreed = call_->collective != Collective::all_to_all || !call_->in.is_table();
-        if (agreed && step.kind == StepKind::recv && step.npieces == 1 && !first->reduce &&
+        // (A longer message must find room, which a slot has.)
+        if (plan.agreed_ && step.kind == StepKind::recv && step.npieces == 1 && !first->reduce &&
             kept != nullptr && !bound.from->posted()) {
           if (!writable(strand, kept, total)) return false;
           bound.from->post_into(reinterpret_cast<char*>(kept), total);
@@ -343,12 +344,12 @@ bool HostEngine::work(HostPlan& plan, HostPlan::Strand& strand) {
 }
 
 // Its message is used up, and the next one leaves.
-void HostEngine::conclude(const HostPlan::Strand& strand) {
+void HostEngine::conclude(const HostPlan& plan, const HostPlan::Strand& strand) {
   const HostPlan::BoundStep& bound = strand.steps[strand.at];
   const Step& step = *bound.step;
   if (bound.from != nullptr) bound.from->release();
   if (bound.to == nullptr) return;
-  if (!is_bare(step, strand.bytes, *bound.to))
+  if (!plan.is_bare(step, strand.bytes, *bound.to))
     bound.to->commit({static_cast<std::uint32_t>(strand.bytes), 0, tag_});
   else if (step.kind == StepKind::recv_send || step.npieces > 1 || !step.lends)
     bound.to->commit_bare(strand.bytes);

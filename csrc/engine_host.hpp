@@ -67,6 +67,9 @@ class HostPlan {
     std::uint64_t segment = 0;
   };
 
+  template <class Port>
+  bool is_bare(const Step& step, std::size_t bytes, const Port& port) const;
+
   std::shared_ptr<const RankProgram> program_;
   Layout layout_;
   std::vector<Strand> strands_;
@@ -76,6 +79,7 @@ class HostPlan {
   std::size_t cell_bytes_ = 0, scratch_bytes_ = 0;
   std::size_t element_ = 1;
   int lanes_ = 1, nranks_ = 1;
+  bool agreed_ = true;  // all ranks know all lengths
 };
 
 class HostEngine {
@@ -96,7 +100,7 @@ class HostEngine {
   bool poll(HostPlan& plan);
   bool advance(HostPlan& plan, HostPlan::Strand& strand);
   bool work(HostPlan& plan, HostPlan::Strand& strand);
-  void conclude(const HostPlan::Strand& strand);
+  void conclude(const HostPlan& plan, const HostPlan::Strand& strand);
   std::byte* address(const HostPlan& plan, const HostPlan::Strand& strand, const Piece& piece,
                      const Place& place) const;
   static bool writable(HostPlan::Strand& strand, const std::byte* p, std::size_t bytes);

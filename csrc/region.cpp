@@ -71,6 +71,7 @@ std::uint64_t Signature::hash() const {
 std::string Signature::describe() const {
   const auto c = static_cast<Collective>(collective);
   std::string s{name_of(c)};
+  if (order & kUneven) s += "_v";
   if (c != Collective::barrier) {
     s += "(count=" + std::to_string(count) +
          ", dtype=" + std::string{name_of(static_cast<Dtype>(dtype))};

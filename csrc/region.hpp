@@ -53,10 +53,10 @@ struct Signature {
   std::uint8_t collective = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  // An Order; for staged calls kOnDevice and kInSlices; of a GPU's kernels, how they share out the
-  // call, which all ranks must do alike.
+  // An Order; kUneven: lengths that pairs of ranks alone know; for staged calls kOnDevice and
+  // kInSlices; of a GPU's kernels, how they share out the call, which all ranks must do alike.
   static constexpr std::uint8_t kOrder = 1, kOnDevice = 2, kInSlices = 4, kInLines = 8,
-                                kInFewBlocks = 16, kByCopies = 32;
+                                kInFewBlocks = 16, kByCopies = 32, kUneven = 64;
   std::uint8_t order = 0;
   char algorithm[80] = {};
 

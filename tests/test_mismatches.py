@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cases
+import launch
 import numpy as np
 import pytest
 from cases import Case
@@ -296,3 +297,64 @@ def test_pairs_that_expect_other_lengths(count, deviates):
             assert says in str(caught.value)
 
     assert outcomes(N, body, timeout=60) == [None] * N
+
+
+@pytest.mark.parametrize("nodes", [None, [0, 1]])
+def test_nothing_beside_pairs_with_lengths_of_their_own(nodes):
+    """An all_to_all of nothing is no all_to_all_v."""
+
+    def body(comm):
+        with pytest.raises(cc.MismatchError, match=r"all_to_all\(count=0.*all_to_all_v\(count=0"):
+            if comm.rank == 0:
+                comm.all_to_all(np.empty(0, np.float32))
+            else:
+                comm.all_to_all_v(np.ones(1, np.float32), [0, 1], [0, 1])
+        return float(comm.all_reduce(np.ones(1))[0])
+
+    assert outcomes(2, body, nodes=nodes) == [2.0] * 2
+
+
+def test_a_call_that_one_rank_alone_is_refused():
+    """It has sent nothing, so it meets the others in the next one."""
+
+    def body(comm):
+        if comm.rank == 0:
+            for _ in range(2):
+                with pytest.raises(cc.UnsupportedError, match="do not know their lengths"):
+                    comm.all_to_all_v(np.ones(4), [1] * 4, [1] * 4, algorithm="bruck")
+        x = np.ones(1000, np.float32)
+        for _ in range(2):
+            comm.all_reduce(x, algorithm="ring")
+        return x.tolist() == [16.0] * 1000
+
+    assert outcomes(4, body) == [True] * 4
+
+
+BETWEEN_NODES = """
+import os
+os.environ["COLLECTIVES_NODE"] = os.environ["OMPI_COMM_WORLD_RANK"]
+import numpy as np
+import collectives as cc
+comm = cc.init(timeout=20)
+for sent, expected in ((2046, 2048), (2048, 2046), (8192 + 2046, 8192 + 2048), (2000, 2100)):
+    out = np.zeros(expected)
+    x = np.full(sent, 7.0) if comm.rank == 0 else np.empty(0)
+    counts = ([0, sent], [0, 0]) if comm.rank == 0 else ([0, 0], [expected, 0])
+    part = comm.duplicate()
+    try:
+        part.all_to_all_v(x, *counts, out=out if comm.rank else None)
+        print("done", comm.rank, flush=True)
+    except cc.CollectiveError as error:
+        print("raised", type(error).__name__, comm.rank, flush=True)
+    assert set(out.tolist()) <= {0.0, 7.0}, out
+    comm.barrier()
+"""
+
+
+@pytest.mark.mpi
+def test_pairs_that_expect_other_lengths_between_nodes(tmp_path):
+    """About where messages travel without what describes them."""
+    script = tmp_path / "between.py"
+    script.write_text(BETWEEN_NODES)
+    got = launch.run(2, script, launcher="openmpi", timeout=100)
+    assert got.status == 0 and got.output.count("raised MismatchError 1") == 4, got
