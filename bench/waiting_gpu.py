@@ -11,7 +11,7 @@ host does not count. Meanwhile a stream beside it, which has run a kernel before
     event         for an event behind the chain
     interprocess  for an event that other processes may wait for
     through       for an event in a third stream, which waits for the word and never did anything
-                  else: as in calls by copy engines
+                  else
 
 Figures are microseconds from one kernel of the chain to the next, medians over rounds in which the
 ways take turns in changing orders.

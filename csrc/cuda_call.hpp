@@ -58,9 +58,9 @@ inline constexpr u32 kAboutShift = 8, kWhyShift = 16;
 static_assert(kMaxRanks < 1 << kAboutShift);
 struct Control {
   u32 abort;  // set by the host: such a word, for kernels that wait
-  u32 pad[25];
-  u64 gate, go;  // set by the host: what streams wait for in the self-test
-  u64 moves;     // how far calls by copy engines are, see CopiesStep
+  u32 pad[27];
+  u64 go;     // set by the host: what a stream waits for in the self-test
+  u64 moves;  // how far calls by copy engines are, see CopiesStep
   Record record;
 };
 
@@ -366,7 +366,6 @@ int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 int launch_copies_begin(const CopiesStep& step, void* stream);
 int launch_copies_step(const CopiesStep& step, int blocks, void* stream);
 int launch_copies_look(const CopiesLook& look, void* stream);
-int launch_copies_nothing(void* stream);  // an empty kernel
 int launch_transfer(const TransferCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
 // should be; `wrong` (device memory, one word a rank) says where it was not.

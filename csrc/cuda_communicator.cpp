@@ -81,10 +81,8 @@ void DeviceCommunicator::Impl::close() {
   const WhileCapturing relaxed;
   const OnDevice current(config.device, std::nothrow);
   if (recorded) cudaEventSynchronize(last_event);
-  if (words_stream != nullptr) cudaStreamSynchronize(words_stream->stream);
   watch.reset();  // till then: whom a kernel waits for may die
   copies_watch.reset();
-  words_stream.reset();
   if (stream != nullptr) cudaStreamSynchronize(stream);  // what abort() writes to peers
 
   for (auto& [id, segment] : segments)  // symmetric buffers live as long as their arrays

@@ -6,14 +6,8 @@
 //
 // reduce_scatter has no spread, all_gather no gather; what is larger than a landing, where peers
 // copy to, goes in chunks. In an exchange a stream writes a word for each peer behind its copies,
-// and one waits for theirs (cuda_call.hpp), so no multiprocessor is held while bytes are on their
-// way: a kernel of cuBLAS takes all of them, and with two less half as long again.
-//
-// Whatever waits for a word in memory, in a stream that has run a kernel or a copy, slows the
-// kernels of other streams down: on an H200 small ones follow each other in 3.1 µs instead of 1.5.
-// A wait for an event of the same process does not, nor does one for a word if the GPU has the two
-// streams in different halves of its queues. So a stream of its own waits for the words, one that
-// is found not to disturb the default stream, and the call's waits for an event in that.
+// and waits for theirs (cuda_call.hpp), so no multiprocessor is held while bytes are on their way:
+// a kernel of cuBLAS takes all of them, and with two less half as long again.
 //
 // There are two landings from each peer, which take turns. Whoever copies with exchange i + 2 has
 // seen all peers come to i + 1, that is, behind the kernel that used what came with i.
@@ -26,9 +20,9 @@
 // stream go on.
 //
 // Cost: two crossings of the link, and 40 µs beside copies and combination (26 MiB on two H200 take
-// 137 µs); thirteen calls of CUDA's on the host where a kernel takes one. Limits: not in CUDA
-// graphs, whose replays would wait for old numbers; GPUs that reach each other's memory, and
-// drivers that take words of 64 bits.
+// 137 µs); seven calls of CUDA's on the host where a kernel takes one. Limits: not in CUDA graphs,
+// whose replays would wait for old numbers; GPUs that reach each other's memory, and drivers that
+// take words of 64 bits.
 #include "cuda_copies.hpp"
 
 #include <cuda.h>
@@ -37,10 +31,7 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
-#include <limits>
 #include <map>
-#include <memory>
-#include <vector>
 
 #include "cuda_driver.hpp"
 #include "cuda_engine.hpp"
@@ -53,9 +44,8 @@ namespace {
 
 constexpr u64 kPartBytes = 32 << 10;  // of a block of a kernel
 // Ranks that are threads and share a GPU: a stream that waits holds its queue, so all of theirs
-// need queues of their own, four each of the 32 that there are (keep_streams_apart in device.py),
-// and those that look at them.
-constexpr int kMostSharing = 6;
+// need queues of their own, three each of the 32 that there are (keep_streams_apart in device.py).
+constexpr int kMostSharing = 8;
 
 // ---- words --------------------------------------------------------------------------------------
 
@@ -74,29 +64,29 @@ struct Words {
   std::vector<u64*> theirs, own;
 };
 
-// Streams write words in order, and wait for words, without a kernel.
-enum class WordOperation { write, wait };
-
-// Behind what is on the stream, writes `value` to each word, or waits until each has it or more.
-void put_words(cudaStream_t stream, WordOperation what, const std::vector<u64*>& words, u64 value) {
+// Streams write words in order, and wait for words, without a kernel: writes `value` to each of
+// `to`, behind what is on the stream, then waits until each of `from` has it or more.
+void exchange_words(cudaStream_t stream, const std::vector<u64*>& to, const std::vector<u64*>& from,
+                    u64 value) {
   using Batch = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
   static const auto batch = of_driver<Batch>("cuStreamBatchMemOp", 11070);
   if (batch == nullptr) throw Error(ErrorKind::unsupported, "the driver has no cuStreamBatchMemOp");
-  std::vector<CUstreamBatchMemOpParams> operations(words.size());
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    const auto fill = [&](auto& one, CUstreamBatchMemOpType type, unsigned flags) {
-      one.operation = type;
-      one.address = reinterpret_cast<CUdeviceptr>(words[i]);
-      one.value64 = value;
-      one.flags = flags;
-    };
-    if (what == WordOperation::write) {  // behind a fence
-      fill(operations[i].writeValue, CU_STREAM_MEM_OP_WRITE_VALUE_64,
-           CU_STREAM_WRITE_VALUE_DEFAULT);
-    } else {
-      fill(operations[i].waitValue, CU_STREAM_MEM_OP_WAIT_VALUE_64, CU_STREAM_WAIT_VALUE_GEQ);
-    }
-  }
+  using Operation = CUstreamBatchMemOpParams;
+  std::vector<Operation> operations;
+  operations.reserve(to.size() + from.size());
+  const auto add = [&](auto kind, CUstreamBatchMemOpType type, u64* word, unsigned flags) {
+    auto& one = operations.emplace_back().*kind;
+    one = {};
+    one.operation = type;
+    one.address = reinterpret_cast<CUdeviceptr>(word);
+    one.value64 = value;
+    one.flags = flags;
+  };
+  for (u64* const word : to)  // behind a fence
+    add(&Operation::writeValue, CU_STREAM_MEM_OP_WRITE_VALUE_64, word,
+        CU_STREAM_WRITE_VALUE_DEFAULT);
+  for (u64* const word : from)
+    add(&Operation::waitValue, CU_STREAM_MEM_OP_WAIT_VALUE_64, word, CU_STREAM_WAIT_VALUE_GEQ);
   const auto count = static_cast<unsigned>(operations.size());
   const CUresult result = batch(stream, count, operations.data(), 0);
   if (result != CUDA_SUCCESS)
@@ -109,17 +99,14 @@ void put_words(cudaStream_t stream, WordOperation what, const std::vector<u64*>&
 // One call, on its way through a stream.
 class CopiesRun {
  public:
-  // waits       for peers' words
   // exchange    the number of the last one so far
   // max_blocks  of a kernel; 0: any number
-  CopiesRun(const CopiesCall& call, cudaStream_t stream, const WordsStream& waits, u64 exchange,
-            int max_blocks)
+  CopiesRun(const CopiesCall& call, cudaStream_t stream, u64 exchange, int max_blocks)
       : c_(call),
         step_(call.step),
         world_(step_.world),
         words_(world_),
         stream_(stream),
-        waits_(waits),
         exchange_(exchange),
         max_blocks_(max_blocks) {}
 
@@ -175,12 +162,7 @@ class CopiesRun {
     step_.moves = last ? 2 * exchange_ + 2 : 2 * exchange_ + 3;
     return step_;
   }
-  void exchange() {
-    ++exchange_;
-    put_words(stream_, WordOperation::write, words_.theirs, exchange_);
-    put_words(waits_.stream, WordOperation::wait, words_.own, exchange_);
-    waits_.hold(stream_);
-  }
+  void exchange() { exchange_words(stream_, words_.theirs, words_.own, ++exchange_); }
 
   template <class Of>
   void copy_all(Of of) {
@@ -238,27 +220,11 @@ class CopiesRun {
   const DeviceWorld& world_;
   const Words words_;
   const cudaStream_t stream_;
-  const WordsStream& waits_;
   u64 exchange_;
   const int max_blocks_;
 };
 
 }  // namespace
-
-WordsStream::WordsStream() {
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  check_cuda(cudaEventCreateWithFlags(&came, cudaEventDisableTiming), "cudaEventCreate");
-}
-
-void WordsStream::hold(cudaStream_t other) const {
-  check_cuda(cudaEventRecord(came, stream), "cudaEventRecord");
-  check_cuda(cudaStreamWaitEvent(other, came, 0), "cudaStreamWaitEvent");
-}
-
-WordsStream::~WordsStream() {
-  if (came != nullptr) cudaEventDestroy(came);
-  if (stream != nullptr) cudaStreamDestroy(stream);
-}
 
 // ---- the watch ----------------------------------------------------------------------------------
 
@@ -306,7 +272,7 @@ bool LookStreams::go_on(std::chrono::milliseconds patience) {
   }
   while (all_.size() < kFirst && add()) {
   }
-  for (const cudaStream_t one : all_) put_words(one, WordOperation::write, {word_}, 1);
+  for (const cudaStream_t one : all_) exchange_words(one, {word_}, {}, 1);
   const auto end = std::chrono::steady_clock::now() + patience;
   while (found() == nullptr)
     if (std::chrono::steady_clock::now() > end) return false;
@@ -367,95 +333,21 @@ void CopiesWatch::watch(std::unique_lock<std::mutex>& lock) {
 
 using namespace device;
 
-// Do this rank's streams write words, and is there one that goes on while others wait: the ones for
-// words, calls' and the program's, which may wait for calls, of two communicators at once? Here
-// each waits for a word, since the driver may put an idle stream that waits for another's event
-// into that one's queue. Whether the peers see the words is looked at in probe_check().
+// Do this rank's streams write words, and is there one that goes on while another waits? Whether
+// the peers see the words is looked at in probe_check().
 void DeviceCommunicator::Impl::probe_copies() {
   constexpr auto kPatience = std::chrono::milliseconds(100);
   writes_words = false;
-  words_stream.reset();
   if (home != Home::device || config.nranks == 1 || config.sharing > kMostSharing) return;
-  words_stream = std::make_unique<WordsStream>();
-  const std::vector<WordsStream> others(config.sharing > 1 ? 1 : 4);  // ranks do this together
-  std::vector<cudaStream_t> waiting{words_stream->stream, stream};
-  for (const WordsStream& other : others) waiting.push_back(other.stream);
   control->go = 0;
   try {
-    put_words(stream, WordOperation::write, Words(world).theirs, 1);
-    for (const cudaStream_t one : waiting)
-      put_words(one, WordOperation::wait, {&world.control->go}, 1);
+    exchange_words(stream, Words(world).theirs, {}, 1);
+    exchange_words(stream, {}, {&world.control->go}, 1);
     writes_words = LookStreams::of(config.device).go_on(kPatience);
   } catch (const std::exception&) {  // an old driver: calls go by kernels
   }
   *static_cast<volatile u64*>(&control->go) = 1;
-  for (const cudaStream_t one : waiting) check_cuda(cudaStreamSynchronize(one), "the self-test");
-  if (writes_words && config.sharing <= 1) choose_words_stream();
-}
-
-// Milliseconds that small kernels take on the default stream, where programs tend to compute, while
-// another waits for a word; `turn` is of this wait, more than those before.
-float DeviceCommunicator::Impl::pace(const WordsStream* other, u64 turn) {
-  constexpr int kKernels = 64;
-  const cudaStream_t computing = nullptr;
-  struct Event {
-    Event() { check_cuda(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate"); }
-    ~Event() { cudaEventDestroy(event); }
-    cudaEvent_t event = nullptr;
-  } begin, end;
-  const auto open = [&](u64* word) { *static_cast<volatile u64*>(word) = turn; };
-  try {
-    put_words(computing, WordOperation::wait, {&world.control->gate}, turn);
-    check_cuda(cudaEventRecord(begin.event, computing), "cudaEventRecord");
-    for (int i = 0; i < kKernels; ++i)
-      check_cuda(static_cast<cudaError_t>(launch_copies_nothing(computing)), "launching a kernel");
-    check_cuda(cudaEventRecord(end.event, computing), "cudaEventRecord");
-    if (other != nullptr) put_words(other->stream, WordOperation::wait, {&world.control->go}, turn);
-    // Till the GPU has come to both waits.
-    const auto both = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
-    while (std::chrono::steady_clock::now() < both) {
-    }
-    open(&control->gate);
-    check_cuda(cudaEventSynchronize(end.event), "the self-test");
-    open(&control->go);
-    if (other != nullptr) check_cuda(cudaStreamSynchronize(other->stream), "the self-test");
-  } catch (...) {
-    open(&control->gate);
-    open(&control->go);
-    throw;
-  }
-  float ms = 0;
-  check_cuda(cudaEventElapsedTime(&ms, begin.event, end.event), "cudaEventElapsedTime");
-  return ms;
-}
-
-// Replaces the stream for words by one that does not disturb the default stream, if there is one.
-void DeviceCommunicator::Impl::choose_words_stream() {
-  constexpr int kMost = 8;       // to choose from
-  constexpr float kSlack = .04;  // ms: half of what the wrong half of the queues costs
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  if (cudaStreamGetCaptureInfo(nullptr, &status, &capture) != cudaSuccess ||
-      status != cudaStreamCaptureStatusNone) {
-    cudaGetLastError();
-    return;  // nothing may be put on it now
-  }
-  u64 turn = 1;
-  const auto best_of_two = [&](const WordsStream* other) {
-    const float first = pace(other, ++turn);
-    return std::min(first, pace(other, ++turn));
-  };
-  best_of_two(nullptr);  // the first of all takes longer
-  const float undisturbed = best_of_two(nullptr);
-  std::vector<std::unique_ptr<WordsStream>> tried;
-  float least = std::numeric_limits<float>::max();
-  for (int i = 0; i < kMost && least > undisturbed + kSlack; ++i) {
-    tried.push_back(std::make_unique<WordsStream>());
-    const float ms = best_of_two(tried.back().get());
-    if (ms >= least) continue;
-    least = ms;
-    words_stream.swap(tried.back());
-  }
+  check_cuda(cudaStreamSynchronize(stream), "the self-test");
 }
 
 void DeviceCommunicator::Impl::prepare_copies(const Call& call, u64 chunk, const CallHead& head,
@@ -489,7 +381,7 @@ void DeviceCommunicator::Impl::put_copies(const CopiesCall& call, cudaStream_t u
     copies_watch = std::make_unique<CopiesWatch>(&control->moves, told, look);
   }
   const u64 chunks = (call.longest + call.chunk - 1) / call.chunk;
-  CopiesRun run(call, used, *words_stream, exchanges, config.max_blocks);
+  CopiesRun run(call, used, exchanges, config.max_blocks);
   run.begin();
   exchanges += chunks * (call.gathers && call.spreads ? 2 : 1);
   copies_watch->expect(exchanges);

@@ -24,20 +24,6 @@ struct CopiesCall : Shares {
   u64 longest, chunk;  // bytes of a share: of the longest, and at a time
 };
 
-// What waits for peers' words, so that streams which do anything else need not (cuda_copies.cpp).
-// Of the current device.
-struct WordsStream {
-  WordsStream();
-  ~WordsStream();  // when nothing of it waits any more
-  WordsStream(const WordsStream&) = delete;
-  WordsStream& operator=(const WordsStream&) = delete;
-  // What comes next on `other` waits for what is on this one.
-  void hold(cudaStream_t other) const;
-
-  cudaStream_t stream = nullptr;
-  cudaEvent_t came = nullptr;
-};
-
 // Streams for looking at ones that wait. Streams share the GPU's queues, and what is behind a wait
 // in its queue waits too; so there are several, made one after the other, which have different
 // ones. Those of a GPU are for all communicators of a process, and are never destroyed. Any thread.

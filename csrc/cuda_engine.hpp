@@ -146,8 +146,6 @@ struct DeviceCommunicator::Impl {
                       const device::Arithmetic& arithmetic, device::Prepared* made);
   void put_copies(const device::CopiesCall& call, cudaStream_t stream);
   void probe_copies();
-  float pace(const device::WordsStream* other, device::u64 turn);
-  void choose_words_stream();
   bool can_copy_in_bulk(const Call& call, const device::TwoShotCall& c, int grid) const;
   void prepare_pairs(const Call& call, const DeviceOptions& options, const device::CallHead& head,
                      device::Prepared* made);
@@ -176,9 +174,8 @@ struct DeviceCommunicator::Impl {
   std::unique_ptr<device::Memory> progress;  // where it is not in the arena
   device::DeviceWorld world{};
   Signature last_signature;
-  std::mutex run_mutex;                               // threads may share a communicator
-  device::u64 exchanges = 0;                          // of calls by copy engines so far
-  std::unique_ptr<device::WordsStream> words_stream;  // for them
+  std::mutex run_mutex;       // threads may share a communicator
+  device::u64 exchanges = 0;  // of calls by copy engines so far
   // Calls made ready, by a thread that has the mutex; forgotten when what they rest on changes.
   std::unordered_map<device::PreparedKey, device::Prepared, device::PreparedHash> prepared;
   device::Prepared not_kept;

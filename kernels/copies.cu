@@ -110,8 +110,6 @@ __global__ void copies_look(const __grid_constant__ CopiesLook look) {
   for (int q = 0; q < w.nranks; ++q) store_release(&own.moved[q], kReleased);
 }
 
-__global__ void copies_nothing() {}
-
 using StepKernel = void (*)(CopiesStep);
 StepKernel kernel_of(const CopiesStep& step) {
   if (!step.combines) return copies_place;
@@ -131,7 +129,6 @@ int launch_copies_begin(const CopiesStep& step, void* stream) {
 int launch_copies_step(const CopiesStep& step, int blocks, void* stream) {
   return launch(kernel_of(step), {blocks, kThreads}, stream, step);
 }
-int launch_copies_nothing(void* stream) { return launch(copies_nothing, {1, kOneWarp}, stream); }
 int launch_copies_look(const CopiesLook& look, void* stream) {
   return launch(copies_look, {1, 1}, stream, look);
 }
@@ -143,9 +140,7 @@ int load_copies() {
        copies_combine<Float16Sum>, copies_combine<void>},
       &blocks);
   cudaFuncAttributes attributes;
-  if (error != cudaSuccess) return error;
-  const int nothing = cudaFuncGetAttributes(&attributes, copies_nothing);
-  return nothing != cudaSuccess ? nothing : cudaFuncGetAttributes(&attributes, copies_look);
+  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, copies_look);
 }
 
 }  // namespace collectives::device
