@@ -197,9 +197,8 @@ int Communicator::intern(const std::string& algorithm) {
 void Communicator::define(const std::string& algorithm, const Schedule& schedule) {
   const int number = intern(algorithm);
   std::lock_guard lock(defined_mutex_);
-  defined_[{algorithm, schedule.collective}].insert_or_assign(schedule.world.root, schedule);
-  signed_.insert_or_assign({number, schedule.collective, schedule.world.root},
-                           signed_name(schedule));
+  defined_[{algorithm, schedule.collective}].insert_or_assign(
+      schedule.world.root, Defined{schedule, signed_name(schedule)});
   direct_shape_[number] = kDefined;
 }
 
@@ -215,8 +214,10 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
       put(names_[options.algorithm]);
     } else {
       std::lock_guard lock(defined_mutex_);
-      const auto at = signed_.find({options.algorithm, call.collective, s.root});
-      put(at != signed_.end() ? at->second : names_[options.algorithm]);
+      const std::string& name = names_[options.algorithm];
+      const auto roots = defined_.find({name, call.collective});
+      const bool known = roots != defined_.end() && roots->second.count(s.root) != 0;
+      put(known ? roots->second.at(s.root).name : name);
     }
   }
   if (options.on_device) s.order |= Signature::kOnDevice;
@@ -410,7 +411,7 @@ Schedule Communicator::schedule_of(const ProgramKey& key) {
       if (at == roots->second.end())
         throw Error(ErrorKind::unsupported, "algorithm '" + name + "' was not defined for root " +
                                                 std::to_string(key.root));
-      return at->second;
+      return at->second.schedule;
     }
   }
   World world;

@@ -11,7 +11,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -348,9 +347,11 @@ class Communicator : public Watch {
   std::vector<int> direct_shape_;
   bool groups_are_nodes_ = false;  // the ranks of a node, and they alone, share a region
   mutable std::mutex defined_mutex_;
-  std::map<std::pair<std::string, Collective>, std::map<int, Schedule>> defined_;
-  // By the number of the name, collective and root: what signatures call it.
-  std::map<std::tuple<int, Collective, int>, std::string> signed_;
+  struct Defined {
+    Schedule schedule;
+    std::string name;  // in signatures
+  };
+  std::map<std::pair<std::string, Collective>, std::map<int, Defined>> defined_;  // by root too
   std::map<ProgramKey, Lowered> programs_;
   std::map<PlanKey, std::unique_ptr<HostPlan>> plans_;
   std::uint64_t calls_ = 0;   // begun
