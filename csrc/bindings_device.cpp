@@ -230,6 +230,8 @@ void bind_side_streams(py::module_& m) {
       .def("begin", &SideStream::begin, Unlocked())
       .def("end", &SideStream::end, Unlocked());
   m.def("let_wait", &let_wait, py::arg("device"), py::arg("stream"), py::arg("before"), Unlocked());
+  m.def("slowdown", &slowdown, py::arg("device"), py::arg("computing"), py::arg("waiting"),
+        Unlocked());
 }
 
 }  // namespace collectives

@@ -344,7 +344,7 @@ void Communicator::leave_call(bool before_data, ErrorKind kind, const std::strin
   if (config_.nranks == 1) return;  // nobody is out of step
   if (!before_data) leave_path(kind, text);
   if (!direct_ || !broken_) return;
-  tell_region(kind, text);  // another thread that broke this may not have come to that yet
+  tell_region();  // another thread that broke this may not have come to that yet
   direct_->wait_for_readers([this](int q) { return liveness_->left(q) || liveness_->dead(q); },
                             kReadersLeaveWithin);
 }

@@ -289,12 +289,13 @@ class Communicator : public Watch {
 
   void wait_and_tell(const std::vector<PostedTransfer>& posted);
   void wait_for_all(const std::vector<PostedTransfer>& posted);
-  void give_up(ErrorKind kind, const std::string& reason);
+  void give_up(ErrorKind kind, const std::string& reason) { give_up(kind, reason, reason); }
+  void give_up(ErrorKind kind, const std::string& reason, const std::string& told);
   void leave_path(ErrorKind kind, const std::string& text);
   void leave_after(const std::exception_ptr& error);
   void leave_call(bool before_data, ErrorKind kind, const std::string& text);
-  std::string tell_region(ErrorKind kind, const std::string& text) noexcept;
-  void tell_peers(ErrorKind kind, const std::string& text) noexcept;
+  std::string tell_region() noexcept;
+  void tell_peers() noexcept;
   std::string broken_reason() const;
   void publish_wait(const Where& where, std::chrono::steady_clock::time_point now);
   std::string blame(const Where& where, std::chrono::steady_clock::time_point now, int* peer) const;
@@ -399,7 +400,8 @@ class Communicator : public Watch {
   std::atomic<bool> closed_{false};
   std::atomic<bool> broken_{false};
   mutable std::mutex reason_mutex_;
-  std::string broken_reason_;
+  std::string broken_reason_;  // why, as calls of this rank raise it
+  std::string told_;           // and as the peers are told
   ErrorKind broken_kind_ = ErrorKind::aborted;
 
   std::mutex queue_mutex_;

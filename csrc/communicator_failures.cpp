@@ -53,14 +53,21 @@ thread_local int slow_depth = 0;
 
 void Communicator::abort(const std::string& reason) {
   if (birth_.in_child()) check_open();
-  give_up(ErrorKind::aborted, "aborted: " + reason);
-  tell_peers(ErrorKind::aborted, reason);
+  give_up(ErrorKind::aborted, "aborted: " + reason, reason);
+  tell_peers();
 }
 
-// Tells all ranks of the region, once, that this one leaves the common path, and why: their waits
-// end at once with the same kind of error. Returns what they are told.
-std::string Communicator::tell_region(ErrorKind kind, const std::string& text) noexcept {
-  std::string whole = "rank " + std::to_string(config_.rank) + " gave up: " + text;
+// Tells all ranks of the region, once, that this one leaves the common path, and why, whichever
+// thread it is that comes to it: their waits end at once with the same kind of error. Returns what
+// they are told.
+std::string Communicator::tell_region() noexcept {
+  ErrorKind kind;
+  std::string whole = "rank " + std::to_string(config_.rank) + " gave up: ";
+  {
+    std::lock_guard lock(reason_mutex_);
+    kind = broken_kind_;
+    whole += told_;
+  }
   if (config_.region) {
     const std::uint32_t word =
         (1 + config_.local_of[config_.rank]) | static_cast<std::uint32_t>(kind) << kKindShift;
@@ -77,11 +84,11 @@ std::string Communicator::tell_region(ErrorKind kind, const std::string& text) n
   return whole;
 }
 
-void Communicator::tell_peers(ErrorKind kind, const std::string& text) noexcept {
-  const std::string whole = tell_region(kind, text);
+void Communicator::tell_peers() noexcept {
+  const std::string whole = tell_region();
   if (!config_.mpi) return;
-  const int dead = kind == ErrorKind::peer_died ? who_died() : -1;
-  config_.mpi->poison(to_poison(kind, dead, whole));
+  const int dead = broken_kind_ == ErrorKind::peer_died ? who_died() : -1;
+  config_.mpi->poison(to_poison(broken_kind_, dead, whole));
 }
 
 int Communicator::who_died() const {
@@ -92,11 +99,12 @@ int Communicator::who_died() const {
 }
 
 // The ranks are no longer in the same state: later calls raise.
-void Communicator::give_up(ErrorKind kind, const std::string& reason) {
+void Communicator::give_up(ErrorKind kind, const std::string& reason, const std::string& told) {
   std::lock_guard lock(reason_mutex_);
   if (broken_) return;
   p2p_->stop();  // whoever sees that this is broken may free what it has posted
   broken_reason_ = reason;
+  told_ = told;
   broken_kind_ = kind;
   broken_ = true;
   recorder_->broken();
@@ -106,12 +114,12 @@ void Communicator::give_up(ErrorKind kind, const std::string& reason) {
 void Communicator::leave_path(ErrorKind kind, const std::string& text) {
   if (broken_) return;  // told already
   give_up(kind, text);
-  tell_peers(kind, text);
+  tell_peers();
 }
 
 void Communicator::fail(ErrorKind kind, const std::string& text, int peer) {
   give_up(kind, text);
-  tell_peers(kind, text);
+  tell_peers();
   throw Error(kind, text, peer);
 }
 

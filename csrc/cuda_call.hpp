@@ -366,6 +366,7 @@ int launch_exchange(const ExchangeCall& call, int blocks, void* stream);
 int launch_copies_begin(const CopiesStep& step, void* stream);
 int launch_copies_step(const CopiesStep& step, int blocks, void* stream);
 int launch_copies_look(const CopiesLook& look, void* stream);
+int launch_nothing(void* stream);  // a kernel that does nothing
 int launch_transfer(const TransferCall& call, int blocks, void* stream);
 // Writes `token ^ rank` into every peer's probe word and compares every peer's token with what it
 // should be; `wrong` (device memory, one word a rank) says where it was not.

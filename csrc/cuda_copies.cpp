@@ -25,16 +25,14 @@
 // take words of 64 bits.
 #include "cuda_copies.hpp"
 
-#include <cuda.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <exception>
 #include <map>
 
-#include "cuda_driver.hpp"
 #include "cuda_engine.hpp"
+#include "cuda_words.hpp"
 #include "threads.hpp"
 
 namespace collectives {
@@ -63,36 +61,6 @@ struct Words {
   }
   std::vector<u64*> theirs, own;
 };
-
-// Streams write words in order, and wait for words, without a kernel: writes `value` to each of
-// `to`, behind what is on the stream, then waits until each of `from` has it or more.
-void exchange_words(cudaStream_t stream, const std::vector<u64*>& to, const std::vector<u64*>& from,
-                    u64 value) {
-  using Batch = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
-  static const auto batch = of_driver<Batch>("cuStreamBatchMemOp", 11070);
-  if (batch == nullptr) throw Error(ErrorKind::unsupported, "the driver has no cuStreamBatchMemOp");
-  using Operation = CUstreamBatchMemOpParams;
-  std::vector<Operation> operations;
-  operations.reserve(to.size() + from.size());
-  const auto add = [&](auto kind, CUstreamBatchMemOpType type, u64* word, unsigned flags) {
-    auto& one = operations.emplace_back().*kind;
-    one = {};
-    one.operation = type;
-    one.address = reinterpret_cast<CUdeviceptr>(word);
-    one.value64 = value;
-    one.flags = flags;
-  };
-  for (u64* const word : to)  // behind a fence
-    add(&Operation::writeValue, CU_STREAM_MEM_OP_WRITE_VALUE_64, word,
-        CU_STREAM_WRITE_VALUE_DEFAULT);
-  for (u64* const word : from)
-    add(&Operation::waitValue, CU_STREAM_MEM_OP_WAIT_VALUE_64, word, CU_STREAM_WAIT_VALUE_GEQ);
-  const auto count = static_cast<unsigned>(operations.size());
-  const CUresult result = batch(stream, count, operations.data(), 0);
-  if (result != CUDA_SUCCESS)
-    throw Error(ErrorKind::system,
-                "cuStreamBatchMemOp: error " + std::to_string(static_cast<int>(result)));
-}
 
 // ---- a call -------------------------------------------------------------------------------------
 

@@ -30,5 +30,6 @@ std::shared_ptr<Mark> SideStream::mark(std::uintptr_t) const { refuse(); }
 std::shared_ptr<Mark> SideStream::begin(std::uintptr_t) const { refuse(); }
 std::shared_ptr<Mark> SideStream::end() const { refuse(); }
 void let_wait(int, std::uintptr_t, std::uintptr_t) { refuse(); }
+double slowdown(int, std::uintptr_t, std::uintptr_t) { refuse(); }
 
 }  // namespace collectives

@@ -55,4 +55,10 @@ class SideStream {
 // that are being captured are left as they are.
 void let_wait(int device, std::uintptr_t stream, std::uintptr_t before);
 
+// How many times as long small kernels on `computing` take while `waiting`, another stream of the
+// device, waits for a word in memory. Waits for what is on both, for at most 2 s each; 1 if it
+// cannot be told: a stream is being captured or does not come to its end, ranks are threads of this
+// process, the driver has no words.
+double slowdown(int device, std::uintptr_t computing, std::uintptr_t waiting);
+
 }  // namespace collectives

@@ -23,6 +23,7 @@ import torch.futures
 from .. import _core
 from ..array import Stream
 from ..array.torch_streams import current_stream, with_stream
+from ..side_stream import quietest
 from .untraced import untraced_methods
 from .work import NO_TIMEOUT, for_future
 
@@ -33,7 +34,12 @@ class Side:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = quietest(
+            device.index,
+            current_stream(device.index),
+            lambda: torch.cuda.Stream(device),
+            lambda stream: stream.cuda_stream,
+        )
         self.core = _core.SideStream(device.index, self.stream.cuda_stream)
         self.for_calls = Stream(self.core.handle, device.index, beside=True)
 

@@ -15,7 +15,7 @@ from on_device import OnDevice, run_on
 
 from collectives import _core
 from collectives.array import Stream
-from collectives.side_stream import SideStreams, SideWork
+from collectives.side_stream import SideStreams, SideWork, quietest
 
 pytestmark = MARK
 
@@ -143,3 +143,51 @@ def test_the_default_stream_of_another_gpu(own: bool) -> None:
         comm.comm.barrier()
 
     run_on(2, [0, 1], body, timeout=60)
+
+
+def test_whether_a_stream_disturbs_is_measured() -> None:
+    """Of streams made one after the other, half have queues in the half of the default stream. The
+    emulated runtime has no halves, so only the way is looked at there.
+    """
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(6)]
+    found = [_core.slowdown(0, 0, stream.ptr) for stream in streams]
+    if hasattr(cupy, "RawModule"):
+        assert max(found) > 1.6, found
+        assert min(found) < 1.2, found
+        chosen = quietest(0, 0, lambda: cupy.cuda.Stream(non_blocking=True), lambda one: one.ptr)
+        assert _core.slowdown(0, 0, chosen.ptr) < 1.4
+    assert all(times > 0 for times in found)
+
+
+def test_nothing_is_measured_on_streams_that_must_be_left_alone() -> None:
+    busy, free = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    free.begin_capture()
+    assert _core.slowdown(0, busy.ptr, free.ptr) == 1
+    assert _core.slowdown(0, free.ptr, busy.ptr) == 1
+    free.end_capture()
+
+    def body(comm: OnDevice) -> None:  # other threads may wait for this one
+        other = cupy.cuda.Stream(non_blocking=True)
+        with comm.stream:
+            comm.comm.all_reduce(cupy.empty(1, np.float32))
+            assert _core.slowdown(0, comm.stream.ptr, other.ptr) == 1
+
+    run_on(2, [0], body, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [((1.0, 9), 0), ((2, 1.3, 9), 1), ((2, 2, 2, 1.1), 3), ((2.1, 1.9, 2, 2.2, 9), 1)],
+)
+def test_the_quietest_of_four_streams_is_taken(
+    times: tuple[float, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(_core, "slowdown", lambda _gpu, _computing, stream: times[stream])
+
+    def make() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    assert quietest(0, 7, make, lambda one: one) == chosen
+    assert made == list(range(min(4, chosen + 1 if times[chosen] < 1.4 else 4)))

@@ -147,10 +147,10 @@ def calls_that_are_like_ones_before() -> None:
             same(gathered, whole)
             same(mine, every[RANK] * N)
             kept += [total, most, flags, gathered, mine, *every]
-    seven = torch.empty(7 * N + 1, device=DEVICE)
+    seven, many = torch.empty(7, device=DEVICE), torch.empty(7 * N + 1, device=DEVICE)
     for wrong in (
-        lambda: dist.all_gather_into_tensor(seven, seven),
-        lambda: dist.reduce_scatter_tensor(seven.double(), seven),
+        lambda: dist.all_gather_into_tensor(many, seven),
+        lambda: dist.reduce_scatter_tensor(seven, many),
     ):
         try:
             wrong()
