@@ -4,6 +4,7 @@ and the host knows afterwards when they ran.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from functools import partial
@@ -146,14 +147,14 @@ def test_the_default_stream_of_another_gpu(own: bool) -> None:
 
 
 def test_whether_a_stream_disturbs_is_measured() -> None:
-    """Of streams made one after the other, half have queues in the half of the default stream. The
-    emulated runtime has no halves, so only the way is looked at there.
+    """Of three streams two have queues in the same half of the GPU's. The emulated runtime has no
+    halves, so only the way is looked at there.
     """
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(6)]
-    found = [_core.slowdown(0, 0, stream.ptr) for stream in streams]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    pairs = itertools.permutations([stream.ptr for stream in streams], 2)
+    found = [_core.slowdown(0, *pair) for pair in pairs]
     if hasattr(cupy, "RawModule"):
         assert max(found) > 1.6, found
-        assert min(found) < 1.2, found
         chosen = quietest(0, 0, lambda: cupy.cuda.Stream(non_blocking=True), lambda one: one.ptr)
         assert _core.slowdown(0, 0, chosen.ptr) < 1.4
     assert all(times > 0 for times in found)
