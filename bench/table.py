@@ -87,10 +87,12 @@ class Run(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True for loops in C++ and algorithms that were chosen, not forced."""
+        """True for loops in C++ and algorithms that were chosen, not forced, nor by a table that
+        was measured.
+        """
         command = self.header["command"]
         forced = re.search(r" (-a|--(python|algorithms?|order|max-blocks))\b", command)
-        return " bench" in command and not forced
+        return " bench" in command and not forced and not self.header.get("choices")
 
 
 def load(folder: Path, kind: str = "host") -> list[Run]:
@@ -207,6 +209,8 @@ def everything(runs: list[Run], wanted: Kind = HOST) -> list[str]:
     lines: list[str] = []
     for run in runs:
         lines += [f"### {run.name}", "", f"`{run.header['command']}`", "", machine(run.header), ""]
+        if "choices" in run.header:
+            lines += [", ".join(f"`{k}={v}`" for k, v in run.header["choices"].items()), ""]
         if "note" in run.header:
             lines += [run.header["note"], ""]
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

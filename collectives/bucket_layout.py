@@ -67,6 +67,10 @@ class Bucket:
         self.work: Work | None = None
         self.times = BucketTimes()
 
+    def part(self, slot: Slot) -> Any:
+        """The place of a gradient, in the parameter's shape."""
+        return self.buffer[slot.start : slot.start + slot.length].reshape(slot.shape)
+
 
 def make_buckets(
     specs: Mapping[str, Spec], order: Sequence[str], first_bytes: int, bucket_bytes: int

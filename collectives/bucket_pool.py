@@ -65,9 +65,10 @@ class BucketPool:
                 make = partial(memory, self._comm)
                 self._pieces[kind] = Pieces(counts, kind, self._lend, make)
 
-    def open(self, bucket: Bucket) -> float:
+    def open(self, bucket: Bucket, wait: bool) -> float:
         """Gives a bucket its memory; the seconds that it waited for the bucket that had it before.
-        If that one is not even launched, the bucket remains without.
+        If that one is not even launched, the bucket remains without; so it does on the host where
+        that one is not reduced yet, unless it may `wait`. (On a GPU the stream waits.)
         """
         kind = (bucket.dtype, bucket.device)
         pieces = self._pieces[kind]
@@ -76,6 +77,8 @@ class BucketPool:
         if turn >= len(pieces.counts):
             last = self._of(kind)[turn - len(pieces.counts)]
             if last.work is None:
+                return 0.0
+            if not wait and bucket.device == "cpu" and not last.work.done():
                 return 0.0
             began = time.monotonic()
             last.work.wait()

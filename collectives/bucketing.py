@@ -57,7 +57,7 @@ from .errors import (
     described,
     did_you_mean,
 )
-from .gradients import address, listed, misfit, put
+from .gradients import listed, meets, misfit, put, settled
 from .lent_memory import Lend
 from .side_stream import SideStreams
 from .work import Work
@@ -148,6 +148,10 @@ class Bucketer:
         self.siblings: list[Communicator] = []  # that are aborted along with comm
         self.side = SideStreams()
         self._torch: TorchGradients | None = None
+        # For memory of transient buckets during a pass; else only in finish, so that a rank that
+        # has a gradient meets those that lack it in other calls before.
+        self.waits = True
+        self.twice = "end a pass with finish(), or leave no_sync()"  # advice on a second ready
         self.rebuilt = False  # True once buckets were filled anew
         self._pool = BucketPool(comm, lend)
         self._sync = True
@@ -171,7 +175,7 @@ class Bucketer:
         bucket, slot = self._slot(name)
         if self._transient:
             raise UnsupportedError("transient buckets have no lasting views", rank=self.comm.rank)
-        return self._part(bucket, slot)
+        return bucket.part(slot)
 
     def ready(self, name: str, grad: Any = None, scale: float = 1.0) -> None:
         """The gradient of parameter `name` is there; launches all buckets that are full and next.
@@ -203,7 +207,7 @@ class Bucketer:
         if name in self._seen:
             self._fail(
                 f"the gradient of {name!r} became ready twice in one pass on rank "
-                f"{self.comm.rank}; end a pass with finish(), or leave no_sync()"
+                f"{self.comm.rank}; {self.twice}"
             )
         if self._usage.usual is not None and name not in self._usage.usual and self._sync:
             self._fail(
@@ -215,7 +219,7 @@ class Bucketer:
             if self._transient:
                 raise UnsupportedError("transient buckets need the gradient", rank=self.comm.rank)
             if scale != 1.0:
-                part = self._part(bucket, slot)
+                part = bucket.part(slot)
                 put(part, part, scale, add=False)
         else:
             self._store(bucket, slot, grad, scale)
@@ -315,6 +319,7 @@ class Bucketer:
     def _finish(self, timeout: float | None, absent: bool) -> frozenset[str]:
         called = time.monotonic()
         kept = self._fill_missing(absent)
+        self._launch_full(wait=True)
         nowhere = self._usage.nowhere(self._touched, self._seen, absent)
         device = next((b.device for b in self.buckets if b.device != "cpu"), None)
         mark = None if device is None else self.side.of(device).mark()
@@ -324,7 +329,7 @@ class Bucketer:
         self._trace.end_pass(self.buckets, called, time.monotonic(), mark)
         for name in nowhere & kept.keys():
             bucket, slot = self._slot(name)
-            self._part(bucket, slot)[...] = kept[name]
+            bucket.part(slot)[...] = kept[name]
         self._running = False
         self._touched.clear()
         self._pool.rest()
@@ -393,21 +398,10 @@ class Bucketer:
             )
         return found
 
-    @staticmethod
-    def _part(bucket: Bucket, slot: Slot) -> Any:
-        return bucket.buffer[slot.start : slot.start + slot.length].reshape(slot.shape)
-
     def _all_reduce(self, bucket: Bucket) -> Work:
-        return self.side.launch(
-            bucket.device,
-            partial(
-                self.comm.all_reduce,
-                bucket.buffer,
-                self._op,
-                order=self._order,
-                async_op=bucket.device == "cpu",  # a GPU's stream goes on anyway
-            ),
-        )
+        on_host = bucket.device == "cpu"  # a GPU's stream goes on anyway
+        call = partial(self.comm.all_reduce, bucket.buffer, self._op, order=self._order)
+        return self.side.launch(bucket.device, partial(call, async_op=on_host))
 
     def _abort(self, message: str) -> None:
         """Tells the other ranks, which wait for this one."""
@@ -451,10 +445,9 @@ class Bucketer:
         if part is None:
             part = self._place(bucket, slot)
         fresh = name not in self._touched
-        if array.size and address(array) == address(part):  # it was written in place
-            array = part
-            fresh = True
-            if scale == 1.0:
+        if meets(array, part):  # it was written in place
+            array, fresh = settled(array, part), True
+            if array is part and scale == 1.0:
                 return
         put(part, array, scale, add=not fresh)
 
@@ -512,8 +505,8 @@ class Bucketer:
 
     def _place(self, bucket: Bucket, slot: Slot) -> Any:
         """Where a gradient goes, of which nothing is there: into its bucket if that has memory."""
-        if not self._transient or self._open(bucket):
-            return self._part(bucket, slot)
+        if not self._transient or self._open(bucket, self.waits):
+            return bucket.part(slot)
         held = self._pool.hold(bucket, slot)
         self._note_peak()
         return held
@@ -522,10 +515,10 @@ class Bucketer:
         waiting = 0 if self._torch is None else self._torch.nbytes
         self.peak = max(self.peak, waiting + self._pool.held_bytes)
 
-    def _open(self, bucket: Bucket) -> bool:
+    def _open(self, bucket: Bucket, wait: bool) -> bool:
         """Gives a transient bucket its memory if it may have some now; True if it has."""
         if bucket.buffer is None and self._sync:
-            self._trace.statistics.exposed += self._pool.open(bucket)
+            self._trace.statistics.exposed += self._pool.open(bucket, wait)
         return bucket.buffer is not None
 
     def _arrived(self, bucket: Bucket, now: float) -> None:
@@ -542,20 +535,26 @@ class Bucketer:
             if self._torch is not None and not self._transient:
                 self._torch.flush(bucket)
             if self._sync:
-                while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-                    self._launch(self.buckets[self._next])
-                    self._next += 1
+                self._launch_full(self.waits)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch_full(self, wait: bool) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            if not self._launch(self.buckets[self._next], wait):
+                return  # the next full bucket tries again, or finish
+            self._next += 1
+
+    def _launch(self, bucket: Bucket, wait: bool) -> bool:
+        """False if there is no memory for a transient bucket yet."""
         if self._transient:
-            if not self._open(bucket):
-                raise AssertionError("buckets are launched in order")
+            if not self._open(bucket, wait):
+                return False
             if self._torch is not None:
                 self._torch.flush(bucket)
             self._pool.take_held(bucket)
         bucket.times.launched = time.monotonic()
         with NvtxRange(bucket.device, f"bucket {bucket.index}"):
             bucket.work = self._reduce(bucket)
+        return True
 
     def _fill_missing(self, absent: bool) -> dict[str, Any]:
         """Makes the gradients that are missing zero; returns what was in their place."""
@@ -583,7 +582,7 @@ class Bucketer:
             bucket, slot = self._slots[name]
             if name not in self._touched:
                 if not self._transient:
-                    kept[name] = self._part(bucket, slot).copy()
+                    kept[name] = bucket.part(slot).copy()
                 self._place(bucket, slot)[...] = 0
             self._arrived(bucket, now)
         return kept
@@ -596,5 +595,6 @@ class Bucketer:
         old = self._slots
         self._make(agreed)
         for name, (bucket, slot) in self._slots.items():
-            self._part(bucket, slot)[...] = self._part(*old[name])
+            before, place = old[name]
+            bucket.part(slot)[...] = before.part(place)
         self.rebuilt = True

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
-from .device import DeviceEngine, DeviceWork, device_of, view, wait_for
+from .device import Beside, DeviceEngine, DeviceWork, device_of, view, wait_for
 from .device_table import tuner_of
-from .errors import ArrayError, ClosedError, MismatchError, UnsupportedError, did_you_mean
+from .errors import (
+    ArrayError,
+    ClosedError,
+    CollectiveError,
+    MismatchError,
+    UnsupportedError,
+    did_you_mean,
+)
 from .known_calls import Key, KnownCalls
 from .schedule import algorithms, is_written, schedule, why_unsupported
 from .staging import StagedEngine
@@ -219,6 +226,10 @@ class Calls:
             own = (target or source).stream  # type: ignore[union-attr]
             put_on = None if stream is None else stream_of(stream, collective)
             start = (device, collective, arguments, root, nbytes, algorithm, own or 0, put_on)
+            beside = None
+            if own is not None and source is not None and source.stream != own and put_on is None:
+                ordinal = int(device.partition(":")[2])
+                beside = Beside(collective, ordinal, own, [source.stream])
             if (source or target).stream is None:  # type: ignore[union-attr]
                 # jax: what is handed out is written already.
                 ended = partial(self._ended, device, result)
@@ -227,17 +238,16 @@ class Calls:
             if self._group is not None:
 
                 def run_there(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
-                    self._run_on_device(*start)
-                    return ended()
+                    self._run_beside(beside, *start)
+                    return self._device_work(device, result, held, own, put_on)
 
                 return self._group.add(run_there)
-            options = self._run_on_device(*start)
+            options = self._run_beside(beside, *start)
             if key is not None and options is not None and self._known is not None:
                 assert source is not None and target is not None, "a call that has a key has both"
                 self._known.learn(key, options, arguments, (source.nbytes, target.nbytes))
             if async_op:
-                stream = put_on.handle if put_on is not None else own or 0
-                return DeviceWork(self._engine(device), result, (source, target, *keep), stream)
+                return self._device_work(device, result, (source, target, *keep), own, put_on)
             return ended()
         if self._group is not None:
 
@@ -249,11 +259,34 @@ class Calls:
             return self._group.add(run, source, target)
         if async_op:
             held = self._in_flight.hold((source, target, *keep))
-            work = self._submit(*arguments)
+            try:
+                work = self._submit(*arguments)
+            except CollectiveError:  # of the core, which has queued nothing
+                held.arrays = None
+                raise
             held.done = work.done
             return QueuedWork(work, result, held)
         self._call_with((source, target, *keep), *arguments)
         return result()
+
+    def _run_beside(self, beside: Beside | None, *start: Any) -> object:
+        """`_run_on_device`, in order with the streams of the arrays."""
+        if beside is None:
+            return self._run_on_device(*start)
+        with beside:
+            return self._run_on_device(*start)
+
+    def _device_work(
+        self,
+        device: str,
+        result: Callable[[], Any],
+        held: tuple[Any, ...],
+        own: int | None,
+        put_on: Stream | None,
+    ) -> DeviceWork:
+        """The work of a call that was put on a stream just now."""
+        stream = put_on.handle if put_on is not None else own or 0
+        return DeviceWork(self._engine(device), result, held, stream)
 
     def _call_with(self, arrays: tuple[Any, ...], *arguments: Any) -> None:
         """Makes a call on the host, on these arrays."""
@@ -352,16 +385,17 @@ class Calls:
         if isinstance(engine, StagedEngine):
             self._run_staged(engine, collective, arguments, root, nbytes, algorithm, stream, beside)
             return None
+        in_place = nbytes > 0 and arguments[_SOURCE] == arguments[_TARGET]
         if algorithm is None or algorithm == "auto":
             algorithm = self._choose_on_gpu(collective, nbytes)
-            if collective == "all_to_all" and arguments[_SOURCE] == arguments[_TARGET]:
+            if collective == "all_to_all" and in_place:
                 algorithm = self._in_place(algorithm, nbytes)
         if collective == "all_to_all" and algorithm != "direct_two_shot":
             if nbytes >= ANY_PAIR:
                 raise UnsupportedError(
                     f"all_to_all_v on device arrays goes by direct_two_shot, not by {algorithm}"
                 )
-            if arguments[_SOURCE] == arguments[_TARGET]:
+            if in_place:
                 raise ArrayError(
                     f"all_to_all: on the GPU, {algorithm} needs another array for out than x; "
                     "direct_two_shot does not"
@@ -422,6 +456,8 @@ class Calls:
 
     def _barrier_on(self, stream: Stream, async_op: bool) -> Any:
         self._check_open()
+        if self._group is not None:
+            return self._group.add(lambda: self._barrier_on(stream, async_op=True))
         if self._device is None:
             raise UnsupportedError(
                 "barrier(stream=...) before any call on device arrays: rank "

@@ -401,6 +401,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         dims = shape if isinstance(shape, Iterable) else (shape,)
         lengths = tuple(integer(n, "shape") for n in dims)
         if device != "cpu":
+            kind_of_device, _, number = device.partition(":")
+            if kind_of_device != "cuda" or (device != "cuda" and not number.isdecimal()):
+                raise ValueError(f"device={device!r}; known: 'cpu', 'cuda', 'cuda:N'")
             if device == "cuda":
                 device = f"cuda:{self._gpu % max(_core.device_count()[0], 1)}"
             return self._engine(device).memory.empty(lengths, dtype, kind)
@@ -412,7 +415,7 @@ class Communicator(Reductions, Movements, PointToPoint):
 
         array  of cupy, torch, or with the CUDA array interface: contiguous and writable, of as many
                bytes on all ranks. It may lie anywhere in its allocation, and elsewhere on each
-               rank.
+               rank; but if it overlaps others that are registered, it does so alike on all.
 
         Works for memory that CUDA IPC exports: of cudaMalloc, and so of the default pools of cupy
         and torch. For any other the registration has `zero_copy` False and says `why`, on all ranks

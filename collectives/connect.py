@@ -187,12 +187,11 @@ def _measured_layouts(settings: Settings, alike: dict[str, str]) -> tuple[dict[s
     """The layouts in the table's file, and its path; or why the file is refused."""
     if settings.table == "off":
         return {}, ""
-    path = tables.path_for(alike, settings.table)
     try:
-        found = tables.load(path, alike)
+        path, found = tables.find(alike, settings.table)
     except ConfigError as error:
         return {}, str(error)
-    return ({**found, "path": str(path)} if found else {}), ""
+    return ({**found, "path": path} if found else {}), ""
 
 
 def _introduce(bootstrap: Bootstrap, settings: Settings) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,28 @@ def device_of(what: str, source: View | None, target: View | None) -> str:
             "device"
         )
     return source.device
+
+
+class Beside:
+    """Streams, other than a call's own, on which its arrays are ready, and used again after it."""
+
+    def __init__(self, what: str, ordinal: int, stream: int, streams: Iterable[int | None]) -> None:
+        self._what = what
+        self._ordinal = ordinal
+        self._stream = stream
+        self._others = {s for s in streams if s is not None and s != stream}
+
+    def __enter__(self) -> None:
+        for other in self._others:
+            if not _core.let_wait(self._ordinal, self._stream, other):
+                raise ArrayError(
+                    f"{self._what}: the arrays are on different streams, of which one is being "
+                    "captured; order them and pass stream="
+                )
+
+    def __exit__(self, *_: object) -> None:
+        for other in self._others:
+            _core.let_wait(self._ordinal, other, self._stream)
 
 
 def keep_streams_apart() -> None:
@@ -314,6 +336,7 @@ class DeviceEngine:
 
     def close(self) -> None:
         """Ends the rank's part, once its calls on the GPU have."""
+        self.memory.release_dropped()
         self.core.close()
         self.memory.forget()
 
@@ -390,31 +413,34 @@ class DeviceWork(Work):
         self._result = result
         self._keep = keep
         self._end = engine.mark(stream)
+        self._over = False  # it was seen to have ended well, or not
         self._error: CollectiveError | None = None
 
     def done(self) -> bool:
-        try:
-            return self._engine.ended(self._end)
-        except CollectiveError as error:
-            self._error = self._error or error
-            return True
+        return self._over or self._look(lambda: self._engine.ended(self._end))
 
     def _wait(self, timeout: float | None) -> bool:
+        return self._over or self._look(lambda: self._engine.wait(timeout, self._end))
+
+    def _look(self, ended: Callable[[], bool]) -> bool:
         try:
-            return self._engine.wait(timeout, self._end)
+            self._over = ended()
+            if self._over:
+                self._engine.core.check()
         except CollectiveError as error:
-            self._error = self._error or error
-            return True
+            self._over, self._error = True, error
+        return self._over
 
     def _finish(self) -> Any:
         if self._error is not None:
             raise self._error
-        self._engine.core.check()
         self._keep = None
         return self._result()
 
 
 def wait_for(engine: DeviceEngine | None, timeout: float | None) -> None:
     """`Communicator.synchronize`."""
+    if timeout is not None and not timeout == timeout:
+        raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
     if engine is not None and not engine.wait(timeout):
         raise DeadlineError(f"the calls on the GPU are not done after {timeout:g} s; they go on")

@@ -24,6 +24,7 @@ from .errors import (
     did_you_mean,
 )
 from .registration import Registration
+from .symmetric import LARGEST
 
 if TYPE_CHECKING:
     from .array import View
@@ -52,8 +53,9 @@ class DeviceMemory:
 
     A buffer lives as long as its array on any rank, since CUDA leaves undefined what becomes of
     memory that is freed while another process has it mapped; and after it until the next one is
-    made or the communicator is gone: freeing waits for the GPU, which must not happen in the middle
-    of a call.
+    made or the communicator is closed: freeing waits for the GPU, which must not happen in the
+    middle of a call. (One whose array is kept for longer than that ends with the process, or when
+    another communicator is made.)
     """
 
     def __init__(self, engine: DeviceEngine) -> None:
@@ -61,6 +63,7 @@ class DeviceMemory:
         self._numbers = itertools.count(1)
         self._dropped: list[int] = []  # buffers whose array is gone
         self._registered: dict[int, Registration] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # of these: address and bytes
 
     def empty(self, shape: Sequence[int], dtype: Any, kind: str | None) -> Any:
         """What `Communicator.empty` says, on this rank's GPU. Collective."""
@@ -69,41 +72,52 @@ class DeviceMemory:
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {tuple(shape)} has negative lengths")
         nbytes = math.prod(shape) * _core.itemsizes[name]
-        number, room = next(self._numbers), max(nbytes, 1)
-        try:
-            pointer = self._open(number, nbytes, room)
-        except CollectiveError:
-            engine.core.release_segment(number)
-            raise
+        room = max(nbytes, 1)
+        number, pointer = self._open(nbytes, room)
         owner = _Owner(engine.core, pointer, room)
         weakref.finalize(owner, self._dropped.append, number).atexit = False
         make = _cupy_array if kind == "cupy" else _torch_tensor
         return make(owner, shape, name, engine.device)
 
-    def _open(self, number: int, nbytes: int, room: int) -> int:
-        """The address of a new buffer, that all ranks have mapped; raises on all if one cannot."""
+    def _open(self, nbytes: int, room: int) -> tuple[int, int]:
+        """The number and address of a new buffer, that all ranks have mapped; raises on all if one
+        cannot.
+        """
         core, mine = self._engine.core, {"bytes": nbytes, "handle": "", "why": ""}
+        number, pointer, why = 0, 0, ""
         try:
+            if nbytes > LARGEST:
+                raise ArrayError(f"{nbytes} bytes are more than any machine addresses")
             mine["handle"] = core.make_segment(room)
         except ClosedError:  # in a forked child, say, which is no rank
             raise
         except CollectiveError as error:  # the others are told, rather than left to wait
             mine["why"] = str(error)
-        answers = self._ask({**mine, "dropped": sorted(self._dropped)})
-        _raise_reasons(answers)
-        if len({a["bytes"] for a in answers}) > 1:
-            words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
-            raise ArrayError(f"empty: the ranks ask for different sizes ({words})")
-        pointer, why = 0, ""
         try:
-            pointer = core.open_segment(number, [a["handle"] for a in answers])
-        except CollectiveError as error:
-            why = str(error)
-        for dropped in set.intersection(*(set(a["dropped"]) for a in answers)):
-            self._dropped.remove(dropped)
-            core.release_segment(dropped)
-        _raise_reasons(self._ask({"why": why}))
-        return pointer
+            answers = self._ask({**mine, "dropped": sorted(self._dropped)})
+            _raise_reasons(answers)
+            if len({a["bytes"] for a in answers}) > 1:
+                words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
+                raise ArrayError(f"empty: the ranks ask for different sizes ({words})")
+            number = next(self._numbers)  # all ranks have come here
+            try:
+                pointer = core.open_segment(number, [a["handle"] for a in answers])
+            except CollectiveError as error:
+                why = str(error)
+            for dropped in set.intersection(*(set(a["dropped"]) for a in answers)):
+                self._dropped.remove(dropped)
+                core.release_segment(dropped)
+            _raise_reasons(self._ask({"why": why}))
+        except CollectiveError:
+            core.release_segment(number)
+            raise
+        return number, pointer
+
+    def release_dropped(self) -> None:
+        """Frees buffers whose arrays are gone on this rank: the communicator is being closed."""
+        for number in self._dropped:
+            self._engine.core.release_segment(number)
+        self._dropped.clear()
 
     def register(self, array: Any, seen: View) -> Registration:
         """What `Communicator.register` says. Collective."""
@@ -115,10 +129,21 @@ class DeviceMemory:
             raise
         except CollectiveError as error:  # the others are told, rather than left to wait
             why = str(error)
-        answers = self._ask({"bytes": nbytes, "handle": handle, "why": why})
+        begin, end = seen.pointer, seen.pointer + nbytes
+        meets = [
+            [number, begin - there]
+            for number, (there, size) in sorted(self._places.items())
+            if there < end and begin < there + size
+        ]
+        answers = self._ask({"bytes": nbytes, "handle": handle, "why": why, "meets": meets})
         if len({a["bytes"] for a in answers}) > 1:
             words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
             raise ArrayError(f"register: the ranks pass arrays of different sizes ({words})")
+        if any(a["meets"] != meets for a in answers):
+            raise ArrayError(
+                "register: the array overlaps others that are registered, and not alike on all "
+                "ranks (" + "; ".join(_overlap(r, a["meets"]) for r, a in enumerate(answers)) + ")"
+            )
         number, why = next(self._numbers), _reasons(answers)
         if not why:
             mine = ""
@@ -132,10 +157,12 @@ class DeviceMemory:
         made = Registration(self, number, array, nbytes, why)
         if not why:
             self._registered[number] = made
+            self._places[number] = (seen.pointer, nbytes)
         return made
 
     def release(self, number: int, together: bool) -> None:
         """Unmaps a registered array; returns when all ranks have, if they do it together."""
+        self._places.pop(number, None)
         if self._registered.pop(number, None) is None:
             return
         self._engine.core.release_segment(number)
@@ -170,12 +197,20 @@ class NoSymmetricMemory:
     def release(self, number: int, together: bool) -> None:
         """Nothing is mapped."""
 
+    def release_dropped(self) -> None:
+        """Nothing is mapped."""
+
     def forget(self) -> None:
         """Nothing is mapped."""
 
 
 def _reasons(answers: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"rank {r}: {a['why']}" for r, a in enumerate(answers) if a["why"])
+
+
+def _overlap(rank: int, meets: list[list[int]]) -> str:
+    words = ", ".join(f"no. {number} from byte {at} on" for number, at in meets)
+    return f"rank {rank}: {words or 'none'}"
 
 
 def _raise_reasons(answers: Sequence[dict[str, Any]]) -> None:

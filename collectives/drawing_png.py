@@ -62,7 +62,8 @@ def draw_png(schedule: Schedule) -> bytes:
     axes.set_axis_off()
     axes.set_xlim(-0.9, max(1, len(shown)) + 0.1)
     axes.set_ylim(-len(order) - 0.1, 1.5)
-    axes.text(-0.85, 1.2, title(schedule), fontsize=10, fontweight="bold", va="center")
+    head = title(schedule).replace("$", r"\$")  # which would begin a formula
+    axes.text(-0.85, 1.2, head, fontsize=10, fontweight="bold", va="center")
     for rank, y in lane.items():
         where = f"rank {rank}" + (f" (node {nodes[rank]})" if len(set(nodes)) > 1 else "")
         axes.text(-0.12, y, where, ha="right", va="center", fontsize=8)

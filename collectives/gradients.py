@@ -19,6 +19,27 @@ def address(x: Any) -> int:
     return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
 
 
+def meets(x: Any, part: Any) -> bool:
+    """True if the memory that a gradient spans has some of its place in a bucket."""
+    (low, high), (begin, end) = _span(x), _span(part)
+    return bool(x.size) and low < end and begin < high
+
+
+def _span(x: Any) -> tuple[int, int]:
+    steps = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
+    begin = address(x)
+    low, high = (sum(s for s in steps if (s < 0) == down) for down in (True, False))
+    return begin + low, begin + high + x.itemsize
+
+
+def settled(x: Any, part: Any) -> Any:
+    """A gradient that meets its place: the place itself if each element lies where it belongs, else
+    a copy, since writing the place changes x.
+    """
+    same = address(x) == address(part) and x.dtype == part.dtype and x.flags.c_contiguous
+    return part if same else x.copy()
+
+
 def misfit(
     name: str, spec: Spec, shape: tuple[int, ...], dtype: str, device: str, rank: int
 ) -> ArrayError | None:

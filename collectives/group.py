@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from . import _core
 from .array import View, from_pointer, overlap, view
 from .calls import OPS, Calls
+from .device import Beside, DeviceWork
 from .errors import CollectiveError
 from .work import GroupWork, TransferWork, Work
 
@@ -140,22 +142,29 @@ class _Together:
         self.engine = engine
         self.stream = stream
         self._transfers: list[Transfer] = []
-        self._calls: list[tuple[Callable[[], Any], Any]] = []
+        self._calls: list[tuple[Callable[[], Any], Any, Beside]] = []
         self.works: list[GroupWork] = []
 
     def add(
-        self, transfers: list[Transfer], result: Callable[[], Any], keep: tuple[Any, ...]
+        self,
+        transfers: list[Transfer],
+        result: Callable[[], Any],
+        keep: tuple[Any, ...],
+        beside: Beside,
     ) -> GroupWork:
         self._transfers += transfers
         work = GroupWork()
-        self._calls.append((result, keep))
+        self._calls.append((result, keep, beside))
         self.works.append(work)
         return work
 
     def run(self) -> None:
-        self.engine.transfer(self._transfers, self.stream)
-        for (result, _), work in zip(self._calls, self.works, strict=True):
-            work.complete(result())
+        with ExitStack() as streams:
+            for _, _, beside in self._calls:
+                streams.enter_context(beside)
+            self.engine.transfer(self._transfers, self.stream)
+        for (result, keep, _), work in zip(self._calls, self.works, strict=True):
+            work.complete(DeviceWork(self.engine, result, keep, self.stream))
 
 
 def _meet(some: Iterable[View], others: Sequence[View]) -> bool:
@@ -280,6 +289,7 @@ class Group:
         stream: int,
         result: Callable[[], Any],
         keep: tuple[Any, ...],
+        beside: Beside,
     ) -> GroupWork:
         """Notes sends and receives on a GPU. Those that follow each other, on one stream, go on
         together.
@@ -289,7 +299,7 @@ class Group:
             self._open.clear()
             together = self._together = _Together(engine, stream)
             self._entries.append(together)
-        return together.add(transfers, result, keep)
+        return together.add(transfers, result, keep, beside)
 
     def __exit__(
         self,

@@ -24,6 +24,7 @@ from .array import (
 from .calls import ANY_PAIR, Calls
 from .device import view
 from .errors import ArrayError
+from .point_to_point import _landing
 
 _ANY = -(1 << 62)  # place for a result: it will be made, or shares no memory with x
 
@@ -321,7 +322,8 @@ class Movements(Calls):
 
         x    on root, shape (size·k, ...); ignored elsewhere (None is fine)
         out  where the block goes, shape (k, ...); needed on all ranks but root, which do not know
-             shape and dtype otherwise
+             shape and dtype otherwise. jax arrays are never written: one says what comes, and a new
+             one is returned
         """
         return self._scatter("scatter", x, root, None, out, algorithm, async_op, stream)
 
@@ -368,9 +370,15 @@ class Movements(Calls):
             row = given.count // rows if rows else math.prod(given.shape[1:])
             mine = rows // self.size if lengths is None else lengths[self.rank]
             source = given
-            target, buffer, result = self._target(
-                what, x, source, out, (mine, *given.shape[1:]), stream
-            )
+            shape = (mine, *given.shape[1:])
+            if out is None:
+                target, buffer, result = self._target(what, x, source, None, shape, stream)
+            else:
+                (target, result), buffer = _landing(out, f"{what}: out"), out
+                if target.dtype != source.dtype:
+                    raise ArrayError(
+                        f"{what}: x is {source.dtype}, out is {target.dtype}; both must be the same"
+                    )
             self._expect(what, "out", target.count, mine * row)
             before = self.rank * mine if lengths is None else sum(lengths[: self.rank])
             own = source.pointer + before * row * _core.itemsizes[source.dtype]
@@ -383,8 +391,8 @@ class Movements(Calls):
                     f"{what}: rank {self.rank} is not the root and must pass out= an array for its "
                     "block"
                 )
-            source, target = None, view(out, writable=True, what=f"{what}: out")
-            buffer, result = out, lambda: out
+            source, buffer = None, out
+            target, result = _landing(out, f"{what}: out")
             if lengths is None:
                 blocks = target.count
             else:
@@ -445,8 +453,11 @@ class Movements(Calls):
         copy = None
         if overlap(source, target) == "same" and source.device == "cpu":
             copy = new_like(x, source.shape)
-            copied = view(copy, writable=True)
-            _copy(source, copied)
+            copied, given = view(copy, writable=True), source
+            if self._group is None:
+                _copy(given, copied)
+            else:  # calls and receives before it may change x
+                self._group.add(lambda: _copy(given, copied), given, copied)
             source = copied
         each = source.count // self.size
         return self._run(

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from . import _core
 from .array import Stream, View, finish, is_immutable, new_like, overlap, stream_of
 from .calls import DTYPES, Calls, integer
-from .device import DeviceWork, device_of, view
-from .errors import ArrayError, UnsupportedError
+from .device import Beside, DeviceWork, device_of, view
+from .errors import ArrayError, CollectiveError, UnsupportedError
 from .staging import StagedEngine
 from .work import TransferWork
 
@@ -124,7 +125,14 @@ class PointToPoint(Calls):
 
         def post() -> TransferWork:
             held = self._in_flight.hold(keep)
-            posted = [self._core.post(transfer, True) for transfer in transfers]
+            posted: list[_core.PostedTransfer] = []
+            try:
+                for transfer in transfers:
+                    posted.append(self._core.post(transfer, True))
+            except CollectiveError:
+                if not posted:
+                    held.arrays = None
+                raise
             return TransferWork(self._core, posted, result, held)
 
         if self._group is None:
@@ -168,9 +176,11 @@ class PointToPoint(Calls):
         ]
         # jax: what is handed out is written already, and what is sent read.
         ended = partial(self._ended, device, result) if None in streams else result
+        beside = Beside(what, engine.device, stream, () if put_on is not None else streams)
         if self._group is not None:
-            return self._group.add_device_transfers(engine, transfers, stream, ended, keep)
-        engine.transfer(transfers, stream)
+            return self._group.add_device_transfers(engine, transfers, stream, result, keep, beside)
+        with beside:
+            engine.transfer(transfers, stream)
         return DeviceWork(engine, result, keep, stream) if async_op else ended()
 
 

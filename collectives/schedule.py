@@ -58,6 +58,9 @@ class _Written(NamedTuple):
 
 
 _LONGEST = 64  # bytes of a name: signatures hold it and what tells schedules apart
+# What signatures and COLLECTIVES_ALGORITHM put between names.
+_FORBIDDEN = re.compile(r"[(),\s#:;=]")
+LARGEST = (1 << 31) - 1  # the core's numbers of ranks, nodes, chunks and channels
 _written: dict[str, dict[str, _Written]] = {}  # name -> collective -> algorithm
 
 
@@ -90,10 +93,11 @@ def algorithm(
 
     def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
         own = name or str(getattr(rounds, "__name__", "algorithm"))
-        if own == "auto" or len(own.encode()) > _LONGEST or re.search(r"[(),\s#]", own):
+        fits = own.isprintable() and len(own.encode()) <= _LONGEST
+        if own == "auto" or not fits or _FORBIDDEN.search(own):
             raise ValueError(
                 f"an algorithm cannot be called {own!r}: 'auto' means the best one, and a name has "
-                f"up to {_LONGEST} bytes without blanks, commas, brackets and #"
+                f"up to {_LONGEST} bytes without blanks, control characters, brackets and , : ; = #"
             )
         if any(a["name"] == own for a in _core.algorithms()):
             raise ValueError(
@@ -127,7 +131,8 @@ def algorithms(collective: str | None = None, nranks: int | None = None) -> list
     infos += [next(iter(by.values())).info for by in _written.values()]
     if collective is None:
         return infos
-    return [i for i in infos if not why_unsupported(i.name, collective, nranks or 4)]
+    ranks = 4 if nranks is None else _whole(nranks, "nranks")
+    return [i for i in infos if not why_unsupported(i.name, collective, ranks or 4)]
 
 
 def is_written(name: str) -> bool:
@@ -166,10 +171,14 @@ def schedule(
     root        for broadcast, reduce, gather, scatter
     node        node of each rank; one node unless given
 
-    Raises ValueError for unknown names, UnsupportedError if the algorithm cannot do this,
-    ScheduleError if one written in Python is broken.
+    Raises TypeError for what is no whole number, ValueError for unknown names and for numbers above
+    2^31 - 1, UnsupportedError if the algorithm cannot do this, ScheduleError if one written in
+    Python is broken.
     """
-    nodes = list(node)
+    nranks, root = _whole(nranks, "nranks"), _whole(root, "root")
+    nodes = [_whole(number, "node") for number in node]
+    if not isinstance(collective, str):
+        raise TypeError(f"collective must be a name such as 'all_reduce', not {collective!r}")
     if collective not in _core.collectives:
         raise ValueError(
             f"unknown collective {collective!r}; {did_you_mean(collective, _core.collectives)}"
@@ -193,6 +202,17 @@ def schedule(
     if why:
         raise UnsupportedError(f"{name} cannot do {collective} with {nranks} ranks: {why}")
     return Schedule(_core.build_schedule(name, collective, nranks, root, nodes))
+
+
+def _whole(value: Any, name: str) -> int:
+    """`value`, an argument, as a number that the core takes."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
+    if abs(number) > LARGEST:
+        raise ValueError(f"{name} is {number}, and must not be more than {LARGEST}")
+    return number
 
 
 def _rounds(generated: Any, what: str) -> list[list[Transfer]]:
@@ -256,13 +276,10 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
         ]
     numbers = (number for transfers in rounds for transfer in transfers for number in transfer)
     largest = max(map(abs, numbers), default=0)
-    if max(largest, count) > _MOST:
+    if max(largest, count) > LARGEST:
         raise ScheduleError(f"{what}: {max(largest, count)} is too large for a rank or a chunk")
     core = _core.Schedule(written.info.name, written.collective, n, count, rounds, root, node)
     return Schedule(core)
-
-
-_MOST = (1 << 31) - 1  # the core's numbers of ranks, chunks and channels
 
 
 def _chunks(count: Any, what: str) -> int:

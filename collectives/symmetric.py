@@ -17,7 +17,7 @@ from .errors import ArrayError, ClosedError, CollectiveError
 if TYPE_CHECKING:
     from ._core import Communicator as Core
 
-_LARGEST = (1 << 63) - 1  # bytes
+LARGEST = (1 << 63) - 1  # bytes
 
 
 class _Owner:
@@ -46,7 +46,7 @@ class SymmetricMemory:
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {tuple(shape)} has negative lengths")
         nbytes = math.prod(shape) * _core.itemsizes[name]
-        if nbytes > _LARGEST:
+        if nbytes > LARGEST:
             raise ArrayError(f"empty: {nbytes} bytes are more than any machine addresses")
         mine: dict[str, Any] = {"bytes": nbytes, "handle": "", "failure": ""}
         try:

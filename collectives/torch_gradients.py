@@ -62,7 +62,7 @@ class Waiting:
     """
 
     def __init__(self, dtype: str) -> None:
-        self._dtype = torch_dtype(torch, dtype)
+        self.dtype = torch_dtype(torch, dtype)
         self._grads: dict[str, torch.Tensor] = {}
         self._added: set[str] = set()  # those that are added to what the bucket holds
         self._views: tuple[int, dict[str, torch.Tensor]] = (0, {})  # of the bucket at an address
@@ -74,9 +74,9 @@ class Waiting:
         """
         held = self._grads.get(name)
         if held is not None:
-            if held.dtype is not self._dtype:
+            if held.dtype is not self.dtype:
                 self.nbytes -= held.nbytes
-                held = self._grads[name] = held.to(self._dtype)
+                held = self._grads[name] = held.to(self.dtype)
                 self.nbytes += held.nbytes
             held.add_(grad)
             return
@@ -162,8 +162,12 @@ class TorchGradients:
             before = waiting.nbytes
             waiting.put(name, grad, add=False)
             self.nbytes += waiting.nbytes - before
-        elif not grad.numel() or grad.data_ptr() != known.place:  # else it was written in place
+        elif not grad.numel() or grad.data_ptr() != known.place:
             waiting.put(name, grad, add=again)
+        elif grad.dtype is not waiting.dtype or not grad.is_contiguous():
+            # It begins where its place does, and the elements lie otherwise.
+            waiting.put(name, grad.clone(), add=False)
+        # Else it was written in place.
 
     def put_all(self, bucket: Bucket, grads: Mapping[str, torch.Tensor], *, again: bool) -> bool:
         """`put` for all gradients of a bucket, in the order of its slots; False, and nothing done,

@@ -246,14 +246,18 @@ class CompletedWork(Work):
 
 
 class GroupWork(Work):
-    """A call inside a group: done when the group has ended, well or not."""
+    """A call inside a group: done when the group has ended, well or not; on a GPU, when it has."""
 
     def __init__(self) -> None:
         self._value: Any = None
         self._error: BaseException | None = None
         self._done = False
+        self._goes_on: Work | None = None  # on a GPU, where the end of the group put it
 
     def complete(self, value: Any) -> None:
+        """The call has given `value`; a Work, if it goes on and its result is this one's."""
+        if isinstance(value, Work):
+            self._goes_on = value
         self._value, self._done = value, True
 
     def fail(self, error: BaseException) -> None:
@@ -264,18 +268,18 @@ class GroupWork(Work):
             self._error, self._done = error, True
 
     def done(self) -> bool:
-        return self._done
+        return self._done and (self._goes_on is None or self._goes_on.done())
 
     def _patience(self) -> float:
         if not self._done:
             raise CollectiveError("this call runs when its group() ends: wait after the with block")
-        return super()._patience()
+        return super()._patience() if self._goes_on is None else self._goes_on._patience()
 
     def _wait(self, timeout: float | None) -> bool:
         self._patience()
-        return True
+        return self._goes_on is None or self._goes_on._wait(timeout)
 
     def _finish(self) -> Any:
         if self._error is not None:
             raise self._error
-        return self._value
+        return self._value if self._goes_on is None else self._goes_on._finish()

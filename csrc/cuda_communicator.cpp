@@ -77,10 +77,12 @@ void DeviceCommunicator::Impl::close() {
   if (birth.in_child()) return;  // the GPU, and the way to wake the watch, are the parent's
   const std::lock_guard alone(run_mutex);
   if (closed) return;
-  closed = true;
   const WhileCapturing relaxed;
   const OnDevice current(config.device, std::nothrow);
-  if (recorded) cudaEventSynchronize(last_event);
+  const bool ended = !recorded || cudaEventSynchronize(last_event) == cudaSuccess;
+  ended_well =
+      ended && control != nullptr && *static_cast<volatile u32*>(&control->record.state) == 0;
+  closed = true;
   watch.reset();  // till then: whom a kernel waits for may die
   copies_watch.reset();
   if (stream != nullptr) cudaStreamSynchronize(stream);  // what abort() writes to peers
@@ -108,16 +110,22 @@ void DeviceCommunicator::Impl::close() {
 
 void DeviceCommunicator::Impl::check(bool before_call) {
   birth.check();
-  if (closed) throw Error(ErrorKind::closed, "this communicator is closed");
-  const bool gave_up = *static_cast<volatile u32*>(&control->record.state) != 0;
-  const auto why = static_cast<Leave>(*static_cast<volatile u32*>(&control->abort) >> kWhyShift);
+  bool gave_up = false;
+  Leave why = Leave::none;
+  {
+    const std::lock_guard lock(reason_mutex);  // close() may come from any thread
+    if (closed && !before_call && ended_well) return;
+    if (closed || control == nullptr) throw Error(ErrorKind::closed, "this communicator is closed");
+    gave_up = *static_cast<volatile u32*>(&control->record.state) != 0;
+    why = static_cast<Leave>(*static_cast<volatile u32*>(&control->abort) >> kWhyShift);
+  }
   // A peer that has ended is no matter if all calls with it have.
   if (!gave_up && (why == Leave::none || (why == Leave::peer_died && !before_call))) return;
   try {
     raise(gave_up, why);
   } catch (const Error& error) {
     if (calls != nullptr && !reported.exchange(true)) {
-      const u64 number = gave_up ? control->record.epoch : 0;
+      const u64 number = gave_up ? epoch_of_record() : 0;
       const bool of_transfers = (number & kOfTransfers) != 0;
       calls->failed(number != 0 && !of_transfers ? number - kMeetings : 0);
       transfers->failed(of_transfers ? number & ~kOfTransfers : 0);
@@ -125,6 +133,11 @@ void DeviceCommunicator::Impl::check(bool before_call) {
     }
     throw;
   }
+}
+
+u64 DeviceCommunicator::Impl::epoch_of_record() {
+  const std::lock_guard lock(reason_mutex);
+  return control == nullptr ? 0 : control->record.epoch;
 }
 
 // From the arena of a rank; false if it cannot be read: the error that is being reported must not
@@ -169,6 +182,7 @@ std::string DeviceCommunicator::Impl::differs() {
 void DeviceCommunicator::Impl::raise(bool gave_up, Leave why) {
   std::atomic_thread_fence(std::memory_order_acquire);
   std::lock_guard lock(reason_mutex);
+  if (control == nullptr) throw Error(ErrorKind::closed, "this communicator is closed");
   if (gave_up)
     raise_record(control->record, config.rank, last_signature.describe(),
                  {abort_reason, dead, differs()});
@@ -416,6 +430,13 @@ void DeviceCommunicator::check() { impl_->check(false); }
 bool DeviceCommunicator::idle() {
   Impl& m = *impl_;
   m.check(false);
+  // Not while another thread puts a call there, or closes this.
+  const std::unique_lock lock(m.run_mutex, std::try_to_lock);
+  if (!lock) return false;
+  if (m.closed) {
+    m.check(false);
+    return true;
+  }
   if (!m.recorded) return true;
   const OnDevice current(m.config.device);
   const WhileCapturing relaxed;

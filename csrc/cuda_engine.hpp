@@ -119,6 +119,7 @@ struct DeviceCommunicator::Impl {
   // Throws if a kernel gave up, and, for a call that comes now, if none can work any more.
   void check(bool before_call);
   [[noreturn]] void raise(bool gave_up, device::Leave why);
+  device::u64 epoch_of_record();
   const device::Uploaded& uploaded(const ProgramKey& key);
   // Registered arrays that the call is on and that were freed.
   void forget_freed(const Call& call);
@@ -193,7 +194,8 @@ struct DeviceCommunicator::Impl {
   std::string abort_reason;
   int dead = -1;  // the rank whose process ended, if that is the reason
   std::atomic<bool> reported{false};
-  bool closed = false;
+  std::atomic<bool> closed{false};
+  bool ended_well = false;  // all calls have, before it was closed
   std::shared_ptr<Recorder> recorder;
   GpuCalls* calls = nullptr;                          // the recorder's
   GpuCalls* transfers = nullptr;                      // its sends and receives

@@ -31,7 +31,9 @@ std::string describe_refusal(int sender, int receiver, const Envelope& sent,
          "further on the GPU";
 }
 
-std::string describe_call(u64 count, u64 signature_word) {
+namespace {
+
+Signature signature_of(u64 count, u64 signature_word) {
   Signature call;
   call.count = count;
   call.collective = signature_word & 0xff;
@@ -39,8 +41,22 @@ std::string describe_call(u64 count, u64 signature_word) {
   call.op = signature_word >> 16 & 0xff;
   call.order = signature_word >> 24 & 0xff;
   call.root = static_cast<std::int32_t>(signature_word >> 32 & 0xffff);
+  return call;
+}
+
+// What tells a call from this rank's, where its words do not.
+std::string difference(const std::string& theirs, const std::string& own) {
+  const bool alike = own.compare(0, theirs.size() - 1, theirs, 0, theirs.size() - 1) == 0;
+  return alike ? ", which has another algorithm, or its arrays at another place of symmetric or "
+                 "registered memory"
+               : "";
+}
+
+}  // namespace
+
+std::string describe_call(u64 count, u64 signature_word) {
   const u64 algorithm = signature_word >> 48;
-  return call.describe() +
+  return signature_of(count, signature_word).describe() +
          (algorithm != 0 ? ", algorithm no. " + std::to_string(algorithm) : std::string());
 }
 
@@ -61,6 +77,7 @@ void raise_record(const Record& r, int rank, const std::string& last_call, const
   if (leave == Leave::mismatch)
     throw Error(ErrorKind::mismatch,
                 text + peer + " is in another call: " + describe_call(r.theirs[0], r.theirs[1]) +
+                    difference(signature_of(r.theirs[0], r.theirs[1]).describe(), last_call) +
                     ". Nothing of this call was written; the communicator cannot be used further");
   std::string where;
   switch (static_cast<Phase>(r.phase)) {

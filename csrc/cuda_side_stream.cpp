@@ -149,16 +149,17 @@ std::shared_ptr<Mark> SideStream::begin(std::uintptr_t current) const {
 
 std::shared_ptr<Mark> SideStream::end() const { return mark(handle()); }
 
-void let_wait(int device, std::uintptr_t stream, std::uintptr_t before) {
-  if (stream == before) return;
+bool let_wait(int device, std::uintptr_t stream, std::uintptr_t before) {
+  if (stream == before) return true;
   const OnDevice on(device);
-  if (is_captured(stream_of(stream)) || is_captured(stream_of(before))) return;
+  if (is_captured(stream_of(stream)) || is_captured(stream_of(before))) return false;
   cudaEvent_t event = nullptr;
   check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   cudaError_t error = cudaEventRecord(event, stream_of(before));
   if (error == cudaSuccess) error = cudaStreamWaitEvent(stream_of(stream), event, 0);
   cudaEventDestroy(event);  // which lasts until the stream has waited for it
   check_cuda(error, "cudaStreamWaitEvent");
+  return true;
 }
 
 }  // namespace collectives

@@ -37,11 +37,11 @@ PairTransfer DeviceCommunicator::Impl::prepare_transfer(const DeviceTransfer& on
 // Calls of a rank follow each other. So what a rank sends itself lies in the FIFO until its
 // receive, which may be in a later call if it fits in there.
 void DeviceCommunicator::Impl::check_own(const std::vector<DeviceTransfer>& list) const {
-  const bool received = std::any_of(list.begin(), list.end(), [&](const DeviceTransfer& t) {
+  auto received = std::count_if(list.begin(), list.end(), [&](const DeviceTransfer& t) {
     return !t.sends && t.peer == config.rank;
   });
   for (const DeviceTransfer& one : list) {
-    if (received || !one.sends || one.peer != config.rank) continue;
+    if (!one.sends || one.peer != config.rank || received-- > 0) continue;
     const PairTransfer t = prepare_transfer(one);
     const u64 room = u64{world.geometry.mail_bytes} * kTransferDepth * static_cast<u64>(t.strands);
     if (t.bytes > room)

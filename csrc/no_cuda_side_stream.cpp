@@ -29,7 +29,7 @@ std::uintptr_t SideStream::handle() const { refuse(); }
 std::shared_ptr<Mark> SideStream::mark(std::uintptr_t) const { refuse(); }
 std::shared_ptr<Mark> SideStream::begin(std::uintptr_t) const { refuse(); }
 std::shared_ptr<Mark> SideStream::end() const { refuse(); }
-void let_wait(int, std::uintptr_t, std::uintptr_t) { refuse(); }
+bool let_wait(int, std::uintptr_t, std::uintptr_t) { refuse(); }
 double slowdown(int, std::uintptr_t, std::uintptr_t) { refuse(); }
 
 }  // namespace collectives

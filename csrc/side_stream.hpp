@@ -52,8 +52,8 @@ class SideStream {
 };
 
 // What comes next on `stream` waits for all that is on `before`; both are of one device. Streams
-// that are being captured are left as they are.
-void let_wait(int device, std::uintptr_t stream, std::uintptr_t before);
+// that are being captured are left as they are: false.
+bool let_wait(int device, std::uintptr_t stream, std::uintptr_t before);
 
 // How many times as long small kernels on `computing` take while `waiting`, another stream of the
 // device, waits for a word in memory. Waits for what is on both, for at most 2 s each; 1 if it

@@ -250,6 +250,40 @@ def test_torch_tensors():
 
 
 @pytest.mark.jax
+@pytest.mark.parametrize("n", [2, 3])
+def test_shapes_of_jax_results(n):
+    jnp = pytest.importorskip("jax").numpy
+    on(n, shapes_of_results(jnp.asarray, lambda x: x.shape))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("root", [0, 1])
+def test_blocks_that_are_scattered_to_jax_arrays(root):
+    """An out= says what comes, on the root too."""
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    def body(comm):
+        n, rank = comm.size, comm.rank
+        x = jnp.arange(2 * n, dtype=jnp.float32) if rank == root else None
+        out, wanted = jnp.zeros((2, 1), jnp.float32), [[2.0 * rank], [2.0 * rank + 1]]
+        got = comm.scatter(x, root, out=out)
+        assert isinstance(got, jax.Array) and got.tolist() == wanted
+        work = comm.scatter_v(x, [2] * n, root, out=out, async_op=True)
+        with comm.group():
+            noted = comm.scatter(x, root, out=out)
+        assert work.wait(20).tolist() == noted.wait().tolist() == wanted
+        assert out.tolist() == [[0], [0]]
+        if rank == root:
+            with pytest.raises(cc.ArrayError, match="x is float32, out is int32"):
+                comm.scatter(x, root, out=jnp.zeros(2, jnp.int32))
+        with pytest.raises(cc.ArrayError, match="read-only"):
+            comm.scatter(x, root, out=b"12345678")
+
+    on(2, body)
+
+
+@pytest.mark.jax
 def test_jax_arrays_are_never_written():
     jax = pytest.importorskip("jax")
     jnp = jax.numpy

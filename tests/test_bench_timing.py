@@ -35,7 +35,7 @@ def test_a_call_lasts_from_the_latest_begin_to_the_latest_end():
         assert median == pytest.approx(300e-9)  # from 40 to 340 ns
         assert apart == pytest.approx(300e-9)
         assert p99 == pytest.approx(300e-9)
-        assert calls >= 7
+        assert calls == 7
         assert last == [0, calls]
 
 
@@ -89,6 +89,25 @@ def test_all_ranks_rest_before_each_block(monkeypatch, nanoseconds, warmup):
     assert blocks >= 3 and len(naps) == 2 * blocks
     assert [warm for warm, _ in calls[-blocks:]] == [warmup] * blocks
     assert sum(n for _, n in calls[-blocks:]) == timed
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 5, 11, 14])
+def test_as_many_calls_as_were_asked_for(iterations):
+    blocks = []
+
+    def body(comm):
+        def runner(warmup, calls):
+            blocks.append(calls)
+            begin = 1000.0 * np.arange(calls)
+            return np.stack([begin, begin + 5.0], axis=1)
+
+        (sample,) = timing.take_turns(
+            timing.Clock(comm), [runner], timing.Effort(iterations=iterations)
+        )
+        return len(sample.times)
+
+    assert run_threads(1, body) == [iterations]
+    assert len(blocks[1:]) == min(5, iterations) and min(blocks) > 0
 
 
 def test_what_a_peer_lacks_has_no_figure():

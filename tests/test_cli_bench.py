@@ -24,7 +24,8 @@ from collectives.bench.cases import REDUCING, Case, places
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
-def test_bench_of_processes(tmp_path):
+def test_bench_of_processes(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without a table that was measured
     file = tmp_path / "result.json"
     status, out, err = start("bench", "--ranks", 2, *TINY, "--json", file)
     assert status == 0, err
@@ -116,6 +117,27 @@ def test_what_is_not_verified_is_called_so(capsys):
         assert "not" not in run(capsys, command, "--threads", 2, *TINY)[1].split("#\n")[-1]
         _, out, _ = run(capsys, command, "--threads", 2, *TINY, "-c", "0")
         assert "# nothing was verified (-c 0)" in out, command
+
+
+def test_results_say_what_else_decided(capsys, monkeypatch, tmp_path):
+    """Variables that are set, and the measured table without its folder."""
+    file, table = tmp_path / "result.json", tmp_path / "table.json"
+    tune = ("tune", "--threads", 2, "--collective", "all_reduce", "-b", 64, "-e", 64)
+    status, _, err = run(capsys, *tune, "--seconds", "0.001", "-o", table)
+    assert status == 0, err
+    monkeypatch.setenv("COLLECTIVES_TABLE", str(table))
+    monkeypatch.setenv("COLLECTIVES_ALGORITHM", "all_reduce:ring")
+    monkeypatch.setenv("COLLECTIVES_SIMD", "")
+    for command in ("bench", "compare"):
+        status, out, err = run(capsys, command, "--threads", 2, *TINY, "--json", file)
+        assert status == 0, err
+        choices = json.loads(file.read_text())["header"]["choices"]
+        assert list(choices) == ["COLLECTIVES_ALGORITHM", "table"]
+        assert choices["COLLECTIVES_ALGORITHM"] == "all_reduce:ring"
+        assert choices["table"].startswith("table.json, 20")
+        assert (
+            "# choices decided by: COLLECTIVES_ALGORITHM=all_reduce:ring, table=table.json" in out
+        )
 
 
 def test_bench_alone(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -91,6 +92,31 @@ def test_a_file_that_cannot_be_written_is_told_before_any_work(
     path = tmp_path / "none" / "found.svg"
     assert cli.main([*command, str(path)]) == 2
     assert f"{path} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize("ranks", ["--ranks", "--threads"])
+def test_standard_streams_may_be_closed(tmp_path, closed, ranks):
+    file = tmp_path / "found.json"
+    command = ["bench", ranks, "2", "-e", "64", "-n", "3", "--json", str(file)]
+    ways = {"stdout": ">&-", "stderr": "2>&-", "both": ">&- 2>&-"}
+    done = subprocess.run(
+        [
+            "sh",
+            "-c",
+            f'exec "$@" {ways[closed]}',
+            "sh",
+            sys.executable,
+            "-m",
+            "collectives",
+            *command,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(file.read_text())["rows"]
 
 
 def test_a_refused_command_leaves_no_file(capsys, tmp_path):

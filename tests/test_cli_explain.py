@@ -81,6 +81,54 @@ def test_crossovers_in_words():
     assert compare.in_words(same) == ["a is the fastest at every size (within 10%)."]
 
 
+def _about(times, choose):
+    class Bench:
+        class backend:
+            choose = staticmethod(lambda collective, nbytes: choose)
+
+    return compare._about_auto(Bench, _results(times))
+
+
+def test_what_is_chosen_is_told_of_sizes_where_it_was_measured():
+    both = {4: {"a": 1.0, "b": 2.0}, 64: {"a": 1.0, "b": 2.0}}
+    (line,) = _about(both, "c")
+    assert line == "What is chosen by itself was not measured."
+    (line,) = _about(both, "a")
+    assert line == "What is chosen by itself is the fastest everywhere (within 10%)."
+    (line,) = _about(both, "b")
+    assert line == "What is chosen by itself is at most 2.00x slower than the fastest (b at 4 B)."
+    (line,) = _about({**both, 1024: {"b": 1.0}}, "a")
+    assert line.endswith("is the fastest at 2 sizes (within 10%); at 1 size it was not measured.")
+    (line,) = _about({4: {"auto": 1.5, "b": 1.0}}, "c")
+    assert "at most 1.50x slower than the fastest (auto at 4 B)" in line
+
+
+def test_pictures_show_any_name(monkeypatch, tmp_path):
+    """In the legend, and as it is; in the format that the file's ending says."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from collectives.bench.plot import plot
+
+    shown = []
+    save = Figure.savefig
+
+    def saved(figure, *args, **kwargs):
+        shown.append([text.get_text() for text in figure.legends[0].get_texts()])
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    names = ["_mine", "a$x^^b$"]
+    results = compare.Results(Case("all_reduce", 2), names)
+    results.times = {x: dict.fromkeys(names, 1e-6) for x in (4, 64)}
+    results.peer_times = {x: {"mpi": 2e-6} for x in (4, 64)}
+    plot(results, str(tmp_path / "u.svg"), "5 $ a^^piece$")
+    plot(results, str(tmp_path / "u"))
+    assert shown == [["_mine", r"a\$x^^b\$", "mpi"]] * 2
+    assert (tmp_path / "u.svg").read_bytes().startswith(b"<?xml")
+    assert (tmp_path / "u").read_bytes().startswith(b"\x89PNG")
+
+
 # ---- explain and the model -----------------------------------------------------------------------
 
 
@@ -164,6 +212,15 @@ def test_one_rank_explains_itself():
         assert "1 rank on 1 node, over self\n" in comm.explain(nbytes=8)
         with pytest.raises(ValueError, match="unknown collective 'all_redoce'"):
             comm.explain("all_redoce", nbytes=8)
+        with pytest.raises(TypeError, match=r"collective must be a name .* not None"):
+            comm.explain(None, nbytes=8)
+
+
+def test_node_numbers_that_are_too_large_are_told(capsys):
+    for command in (("explain", "all_reduce"), ("draw", "ring", "all_reduce")):
+        status, _, err = run(capsys, *command, "--node", "99999999999,0")
+        assert status == 2 and "node 99999999999 is more than 2147483647" in err
+        assert run(capsys, *command, "--node", "2147483647,0")[0] == 0
 
 
 def test_predictions_follow_the_costs():

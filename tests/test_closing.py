@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import launch
 import numpy as np
@@ -246,3 +247,24 @@ cc.schedule("hierarchical(" * 10000 + "ring" + ", ring)" * 10000, "all_reduce", 
 """
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert got.returncode != -signal.SIGSEGV and "are read" in got.stderr, got.stderr[-300:]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "send", "recv"])
+def test_a_call_that_could_not_begin_keeps_no_arrays(name: str) -> None:
+    class Watched(np.ndarray):
+        """An array that can be watched."""
+
+    def body(comm: cc.Communicator) -> int:
+        comm.abort("for a reason")
+        alive = []
+        for _ in range(5):
+            x = np.zeros(8).view(Watched)
+            alive.append(weakref.ref(x))
+            more = () if name == "all_reduce" else (1 - comm.rank,)
+            with pytest.raises(cc.AbortedError):
+                getattr(comm, name)(x, *more, async_op=True)
+            del x
+        gc.collect()
+        return sum(one() is not None for one in alive)
+
+    assert cc.run_threads(2, body, timeout=20) == [0, 0]

@@ -248,13 +248,16 @@ def test_tables_of_results(results):
     write("one", [row(), row(bytes=4 << 20, time_us=1234.0, peers=[gloo])])
     runs = write("two", [row(symmetric=True, time_us=0.5)])
     runs = write("forced", [row(time_us=99.0)], "python -m collectives bench --algorithm=ring")
+    for choice in ({"COLLECTIVES_TRANSPORT": "mpi"}, {"table": "t.json, 2026-01-02"}):
+        runs = write("also " + next(iter(choice)), [row(time_us=98.0)], choices=choice)
     text = "\n".join(script.summary(runs))
     assert "Open MPI 5.0.1 ÷ ours, any array" in text and "Gloo of torch 2.1.0 ÷ ours" in text
     assert "| 4 KiB | 1.50 |  | 3.0 | 0.50 | 3.0 |" in text
     assert "| 4 MiB | 1,234 | 20.0 |  |  |  |" in text
-    assert "99" not in text and "exchange 57 ns" in text
+    assert "99" not in text and "98" not in text and "exchange 57 ns" in text
     everything = "\n".join(script.everything(runs))
     assert "| 4 KiB | ring | 99.0 | 2.50 | 2.73 |  | 4.50 | 3.00 |" in everything
+    assert "`COLLECTIVES_TRANSPORT=mpi`" in everything and "`table=t.json" in everything
 
 
 def test_tables_of_results_on_gpus_between_nodes(tmp_path):

@@ -266,6 +266,7 @@ def test_a_setting_that_is_not_understood():
         ("TABLE", "TMP/other.json", "problem", "was measured on other hardware (cpu"),
         ("TABLE", "TMP/damaged.json", "problem", "is damaged"),
         ("TABLE", "TMP/none.json", "advice", "there is no such file"),
+        ("TABLE", "/" + 300 * "x", "problem", "cannot be read: File name too long"),
     ],
 )
 def test_settings_that_init_refuses(tmp_path, name, value, level, words):

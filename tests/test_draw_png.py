@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from collectives import cli, schedule
+from collectives import Transfer, algorithm, cli, schedule, unregister
 from collectives.drawing import label_places
 from collectives.drawing_png import draw_png
 
@@ -65,3 +65,16 @@ def test_draw_command_writes_png(tmp_path, capsys):
     size(file.read_bytes())
     assert cli.main(["draw", "ring", "all_reduce", "--format", "png"]) == 2
     assert "add -o FILE.png" in capsys.readouterr().err
+
+
+def test_a_name_is_drawn_as_it_is():
+    """Two $ would make a formula of what is between them."""
+
+    @algorithm("broadcast", name="my$x^^ring$")
+    def rounds(n):
+        yield [Transfer(0, r, 0) for r in range(1, n)]
+
+    try:
+        size(draw_png(schedule("my$x^^ring$", "broadcast", 3)))
+    finally:
+        unregister("my$x^^ring$")

@@ -52,10 +52,20 @@ def twice_in_place(comm):
     return [x]
 
 
+def all_to_all_in_place(comm):
+    x = np.arange(comm.size) + 10 * comm.rank
+    comm.all_reduce(x)
+    comm.all_to_all(x, out=x)
+    comm.all_to_all(x, out=x)
+    return [x]
+
+
 CALLS = (read_after_write, write_after_read, write_after_write, read_in_a_later_pack)
 
 
-@pytest.mark.parametrize("calls", [*CALLS, twice_in_place], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "calls", [*CALLS, twice_in_place, all_to_all_in_place], ids=lambda f: f.__name__
+)
 def test_a_group_keeps_the_order_of_reads_and_writes(calls):
     def body(comm):
         expected = calls(comm)
@@ -90,6 +100,19 @@ def test_transfers_are_in_order_with_calls_on_their_arrays():
             comm.all_reduce(z, out=w)
             comm.recv(w, other)
         assert (w == z).all()
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_an_all_to_all_in_place_sends_what_was_received_before_it():
+    def body(comm):
+        other = 1 - comm.rank
+        x = np.zeros(4)
+        with comm.group():
+            comm.recv(x, other)
+            comm.send(np.arange(4.0) + 10 * comm.rank, other)
+            comm.all_to_all(x, out=x)
+        assert x.tolist() == ([10, 11, 0, 1] if comm.rank == 0 else [12, 13, 2, 3])
 
     cc.run_threads(2, body, timeout=20)
 

@@ -112,6 +112,8 @@ def test_files(tmp_path, capsys):
     arguments = f"--params 3e8 --ranks 2 --tokens 4096 --flops 3e14 --png {png} --json {figures}"
     text = told(capsys, *arguments.split())
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+    told(capsys, "--params", "3e8", "--ranks", "2", "--png", str(tmp_path / "plan.svg"))
+    assert (tmp_path / "plan.svg").read_bytes().startswith(b"<?xml")
     stages = json.loads(figures.read_text())["stages"]
     assert [s["stage"] for s in stages] == [0, 1, 2, 3]
     assert re.search(r"ZeRO-0 .* 100.0%", text)

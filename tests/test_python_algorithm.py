@@ -374,7 +374,10 @@ def test_ranks_with_different_schedules_of_one_name(register):
     cc.run_threads(2, body, timeout=20)
 
 
-@pytest.mark.parametrize("name", ["auto", "a,b", "a(b)", "a b", "a#b", "ä" * 33])
+@pytest.mark.parametrize(
+    "name",
+    ["auto", "a,b", "a(b)", "a b", "a#b", "ä" * 33, *(f"a{letter}b" for letter in ":;=\0\x1b")],
+)
 def test_names_that_none_could_call(name):
     with pytest.raises(ValueError, match="cannot be called"):
         cc.algorithm("broadcast", name=name)(lambda n: [])
@@ -386,3 +389,28 @@ def test_programs_of_ranks_that_there_are_not(rank):
         cc.schedule("ring", "all_reduce", 4).lowered(rank)
     with pytest.raises(ValueError, match="order must be"):
         cc.schedule("ring", "all_reduce", 4).lowered(0, "any other")
+
+
+@pytest.mark.parametrize("value", [4.0, "4", None])
+@pytest.mark.parametrize("name", ["nranks", "root", "node"])
+def test_schedules_are_of_whole_numbers(name, value):
+    given = {"nranks": 2, "root": 0, "node": [0, 0]}
+    given[name] = [value, 0] if name == "node" else value
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, not {value!r}"):
+        cc.schedule("binomial_tree", "broadcast", **given)
+
+
+@pytest.mark.parametrize("name", ["nranks", "root", "node"])
+def test_schedules_are_of_numbers_that_the_core_has(name):
+    given = {"nranks": 2, "root": 0, "node": [0, 0]}
+    given[name] = [10**10, 0] if name == "node" else 10**10
+    with pytest.raises(ValueError, match=f"{name} is 10000000000, and must not be more than"):
+        cc.schedule("binomial_tree", "broadcast", **given)
+    with pytest.raises(ValueError, match="nranks is 10000000000"):
+        cc.algorithms("all_reduce", 10**10)
+
+
+@pytest.mark.parametrize("collective", [None, 3])
+def test_schedules_are_of_a_collective(collective):
+    with pytest.raises(TypeError, match=f"collective must be a name .* not {collective!r}"):
+        cc.schedule("ring", collective, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -164,7 +165,9 @@ def test_who_wins_by_less_than_the_band_is_called_so(monkeypatch):
     titles = []
     monkeypatch.setattr(Figure, "suptitle", lambda self, title, **_: titles.append(title))
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    result.topology = dataclasses.replace(result.topology, name="a $x^^ b$")
     picture(result, "none.png")
+    assert r"a \$x^^ b\$" in titles[0]
     assert titles[0].endswith(f"band: {words}")
 
 
@@ -200,6 +203,11 @@ def test_compare_draws(capsys, tmp_path, name):
         (("--topology", "dgx-h100", "-b", "1M", "-e", "1K"), "1024, is below the smallest"),
         (("--topology", "dgx-h100", "-e", "0"), "the largest size, 0, is below the smallest, 4"),
         (("--topology", "dgx-h100", "--json", "/proc/x"), "/proc/x cannot be written: No such"),
+        (
+            ("--topology", "dgx-h100", "--json", "same", "--html", "./same"),
+            "would hold two results",
+        ),
+        (("--threads", "2", "--json", "same", "--png", "same"), "would hold two results"),
         (("--topology", "dgx-h100", "--measured", "/none"), "--measured goes with --html"),
         (("--topology", "dgx-h100", "--root", "1"), "--root goes with broadcast"),
         (("broadcast", "--topology", "dgx-h100", "--root", "9"), "root 9 is out of range"),
@@ -269,13 +277,32 @@ def test_calls_of_other_kinds_have_curves_of_their_own(tmp_path, fields, label, 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"time_us": None}, {"bytes": "64"}, {"peers": 3}, {"peers": [{"name": "mpi"}]}]
+    "fields",
+    [
+        {"time_us": None},
+        {"bytes": "64"},
+        {"peers": 3},
+        {"peers": [{"name": "mpi"}]},
+        {"peers": [{"name": "mpi", "version": "5", "time_us": "4"}]},
+        {"peers": [{"name": "mpi", "version": "5", "time_us": -4.0}]},
+        {"ranks": 0},
+        {"nodes": 0},
+        {"bytes": -64},
+        {"time_us": -1.0},
+        {"time_us": float("nan")},
+        {"bytes": float("inf")},
+        {"bytes": 10**400},
+        {"ranks": True},
+    ],
+    ids=lambda fields: str(fields)[:40],
 )
 def test_rows_that_are_no_measurements_are_refused(tmp_path, fields):
     file = tmp_path / "m.json"
     file.write_text(json.dumps({"rows": [_row(**fields)]}))
     with pytest.raises(ConfigError, match=r"m\.json: .* is no"):
         comparing.read_measured([file], "all_reduce")
+    (tmp_path / "n.json").write_text(json.dumps({"rows": [_row()]}))
+    assert len(comparing.read_measured([tmp_path], "all_reduce")) == 2  # ring and mpi
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -245,6 +245,8 @@ _LINK = "  - {name: inside, from: gpu, to: switch, bandwidth: 100 GB/s, latency:
         ("nodes: 2", "nodes: 2\ncombine: 1", 3, "has no unit"),
         ("{per: node}", "{per: rack}", 5, "is not like gpu, 2 gpus, node"),
         ("{per: node}", "{per: 0 gpus}", 5, "is not like gpu"),
+        ("{per: node}", "{per: 2147483648 gpus}", 5, "is more than 2147483647"),
+        ("{per: node}", "{per: 99999999999999999999 gpus}", 5, "is more than 2147483647"),
         ("{per: node}", "{per: node, rails: nic}", 5, "'nic' is no device above"),
         ("switch: {per: node}", "gpu: {per: node}", 5, "gpu is there already"),
         ("switch: {per: node}", "switch: 3", 5, "switch is no mapping"),

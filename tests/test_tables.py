@@ -338,7 +338,7 @@ def test_layouts_with_what_cannot_be(change):
         tables.parse(found, "table.json")
 
 
-@pytest.mark.parametrize("value", ["1e-6", True, float("inf"), None, -1e-6])
+@pytest.mark.parametrize("value", ["1e-6", True, float("inf"), None, -1e-6, 10**400], ids=type)
 def test_figures_that_are_no_numbers(value):
     found = layout(measured(ring=(1e-6, 2e-6, 3e-6)))
     figures = next(iter(found["figures"].values()))

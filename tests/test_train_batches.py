@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,36 @@ class Pair(NamedTuple):
 
 
 X, Y = np.arange(6), np.arange(6) * 10
+
+
+class Named(collections.OrderedDict):
+    """As transformers has them: with attributes of their own."""
+
+    def __init__(self, more=(), /, **items):
+        super().__init__(more, **items)
+        self.kind = "named"
+
+
+class Attributes(dict):
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_a_dict_keeps_its_type_and_what_it_has_beside_items():
+    default = collections.defaultdict(list, x=X, y=Y)
+    for batch in (Named(x=X, y=Y), Attributes(x=X, y=Y), default):
+        before = dict(batch)
+        for part in micro_batches(batch, 2):
+            assert type(part) is type(batch) and list(part) == ["x", "y"]
+            assert len(part["x"]) == len(part["y"]) == 3
+            if batch is default:
+                assert part["z"] == []
+            elif isinstance(batch, Named):
+                assert part.kind == "named"
+            else:
+                assert part.x is part["x"]
+        assert all(batch[key] is before[key] for key in before) and len(batch) == 2
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], Pair(X, Y), {"x": X, "y": Y}, [X, {"y": Y}]])

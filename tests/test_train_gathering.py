@@ -418,6 +418,72 @@ def test_a_rank_without_data_where_parameters_are_not_always_used(absent, accumu
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_gradient_that_some_ranks_lack(early):
+    """More buckets are behind it than have memory at a time, and all ranks gather meanwhile."""
+    names = list("abcdefghi")
+
+    def body(comm, stage):
+        def emits(params, batch, emit):
+            if early:
+                dict(params)
+            for name in reversed(names):
+                grad = params[name] + batch.mean()
+                if name != names[-1] or comm.rank == 1:
+                    emit(name, grad)
+            return 1.0
+
+        trainer = Trainer(
+            emits, SGD(lr=0.5), comm, params={name: np.zeros(50) for name in names},
+            sharding=stage, find_unused=True, bucket_bytes=400, first_bucket_bytes=400,
+        )  # fmt: skip
+        for _ in range(3):
+            trainer.step(np.full(2, 1.0 + comm.rank))
+        return {name: x.tobytes() for name, x in trainer.parameters().items()}
+
+    found = [cc.run_threads(3, body, stage, timeout=10) for stage in (0, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rest, self.one, self.two = Chain(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.rest(x)
+        return self.one(x), self.two(x)
+
+
+def test_a_head_that_some_ranks_leave_alone():
+    def one_or_both(net, x):
+        one, two = net(x)
+        return one.square().mean() + (two.square().mean() if x.detach().max() > 1 else 0.0)
+
+    same_as_stage_2(Heads, loss=one_or_both, find_unused=True)
+
+
+def test_another_order_where_some_ranks_lack_a_gradient():
+    names = list("abcdefghi")
+
+    def body(comm):
+        def emits(params, batch, emit):
+            for name in names if comm.rank else ["b", "a", *names[2:]]:
+                params[name]
+            for name in reversed(names):
+                if name != names[-1] or comm.rank == 1:
+                    emit(name, np.ones(50))
+            return 1.0
+
+        Trainer(
+            emits, SGD(lr=0.5), comm, params={name: np.zeros(50) for name in names},
+            sharding=3, find_unused=True, bucket_bytes=400, first_bucket_bytes=400,
+        ).step(np.ones(2))  # fmt: skip
+
+    for error in outcomes(2, body):
+        assert isinstance(error, cc.MismatchError) and "in different orders" in str(error)
+
+
 # ---- calls that would change what somebody looks at ----------------------------------------------
 
 

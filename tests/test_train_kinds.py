@@ -142,6 +142,37 @@ def test_frozen_integers_of_a_module_stay_integers():
     assert cc.run_threads(1, body, timeout=20) == [(torch.int64, 257)]
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_of_a_module_in_a_dtype_that_numpy_lacks(name, frozen):
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, name)
+
+    class Narrow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow = torch.nn.Parameter(torch.full((4,), 2.0).to(kind), not frozen)
+            self.wide = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.narrow.float() * self.wide
+
+    def body(comm, stage):
+        net = Narrow()
+        trainer = Trainer(
+            net, SGD(lr=0.25), comm, loss=lambda net, x: net(x).sum(), sharding=stage
+        )  # fmt: skip
+        trainer.step(torch.ones(1, 4))
+        assert net.narrow.dtype is kind
+        with trainer.gathered():
+            return net.narrow.float().tolist(), net.wide.tolist()
+
+    for stage in range(4):
+        found = cc.run_threads(2, body, stage, timeout=20)
+        assert found == [([2.0 if frozen else 1.75] * 4, [0.5] * 4)] * 2
+
+
 @pytest.mark.parametrize("kind", ["int32", "bool", "complex64"])
 def test_what_is_no_real_float_is_refused(kind):
     def body(comm):

@@ -247,6 +247,50 @@ def test_schedules_that_cannot_be_compared():
             cc.run_threads(1, lambda comm, schedule=schedule: make(comm, schedule=schedule))
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_that_is_emitted_twice(stage):
+    def twice(params, batch, emit):
+        for _ in range(2):
+            emit("w", params["w"])
+        return 0.0
+
+    def body(comm):
+        trainer = Trainer(
+            twice, SGD(lr=1), comm, params={"v": np.ones(2), "w": np.ones(2)}, sharding=stage
+        )
+        trainer.step(np.ones(1))
+
+    assert "'w' became ready twice in one pass" in (told := refusal(2, body))
+    assert "emit each gradient once in a call of the function" in told and "finish()" not in told
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("stage", range(4))
+def test_a_shared_layer_under_reentrant_checkpointing(stage):
+    torch = pytest.importorskip("torch")
+
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x, reentrant):
+            x = self.first(x)
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=reentrant)
+            return x.square().mean()
+
+    def body(comm, reentrant):
+        Trainer(
+            Shared(), SGD(lr=0.1), comm, loss=lambda net, x: net(x, reentrant), sharding=stage
+        ).step(torch.ones(2, 4))
+
+    told = refusal(2, lambda comm: body(comm, True))
+    assert "'layer." in told and "twice in one backward" in told
+    assert "checkpoint(..., use_reentrant=False)" in told and "finish()" not in told
+    cc.run_threads(2, body, False, timeout=20)
+
+
 def test_no_model():
     with pytest.raises(TypeError, match="a function with params="):
         cc.run_threads(1, lambda comm: Trainer(models.loss_and_grads, SGD(lr=1), comm))

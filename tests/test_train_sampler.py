@@ -107,6 +107,33 @@ def test_the_sampler_moves_to_another_number_of_ranks():
         Sampler(49, Rank(0, 2), micro=4).load(found[0].state())
 
 
+@pytest.mark.parametrize("micro", [10, 15, 20])
+def test_an_epoch_that_left_the_last_samples_out_is_over(micro):
+    """For another global batch too, which would divide what was taken, or not."""
+    ended = Sampler(100, Rank(0, 2), micro=20, last="drop", seed=1)
+    steps = iter(ended)
+    for _ in range(len(ended)):
+        next(steps)
+    other = Sampler(100, Rank(0, 2), micro=micro, last="drop", seed=1)
+    state = json.loads(json.dumps(ended.state()))
+    other.check(state)
+    other.load(state)
+    assert other.state()["over"] and list(other) == []
+    assert (other.epoch, other.position) == (1, 0) and not other.state()["over"]
+    assert len(list(other)) == len(other)
+
+
+def test_states_that_do_not_tell_whether_the_epoch_is_over():
+    """As older versions wrote them."""
+    for taken, left in ((40, 2), (80, 1), (100, 0), (120, 0)):
+        state = {"samples": 100, "seed": 0, "shuffle": True, "epoch": 3, "taken": taken}
+        sampler = Sampler(100, Rank(0, 2), micro=20)
+        sampler.load(state)
+        assert len(list(sampler)) == left and sampler.epoch == 4
+    with pytest.raises(ValueError, match="no whole steps of 30"):
+        Sampler(100, Rank(0, 2), micro=15).load(state | {"taken": 40})
+
+
 def test_a_sampler_that_leaves_all_out():
     with pytest.raises(ValueError, match="leaves all of them out"):
         Sampler(5, Rank(0, 3), micro=2, last="drop")

@@ -25,9 +25,11 @@ from ..communicator import Communicator
 from ..errors import CollectiveError
 from ..hardware import cpu_model
 from ..torch.extension import built_for
+from ..tuning import Tuner
 
 _EXCHANGE_ROUNDS = 200  # times 50 exchanges: 2 ms near, 12 ms far
 _PACKAGES = ("torch", "jax", "cupy", "mpi4py", "ml_dtypes", "matplotlib")
+_DECIDING = tuple(f"COLLECTIVES_{name}" for name in ("ALGORITHM", "TRANSPORT", "SIMD", "NODE"))
 
 _ASK_MPI = """
 import json, sys
@@ -183,11 +185,15 @@ def command_of_script() -> str:
 
 
 def header(
-    comm: Communicator, command: str, facts: dict[str, dict[str, Any]] | None = None
+    comm: Communicator,
+    command: str,
+    facts: dict[str, dict[str, Any]] | None = None,
+    tuner: Tuner | None = None,
 ) -> dict[str, Any]:
     """What stands above the results of a run. Collective.
 
     facts  additions to its parts by name; other parts are added
+    tuner  what chooses algorithms, where it is not that for arrays on hosts
     """
     exchange = exchange_ns(comm)
     found: dict[str, Any] = {
@@ -204,9 +210,20 @@ def header(
         "command": command,
         "date": now(),
     }
-    for part, more in (facts or {}).items():
+    forced = choices(tuner or comm._tuner)
+    for part, more in (*(facts or {}).items(), ("choices", forced)):
         if more:
             found[part] = {**found.get(part, {}), **more}
+    return found
+
+
+def choices(tuner: Tuner) -> dict[str, str]:
+    """What beside the command line decides how calls are served: variables that are set, and the
+    measured table. Without the table's folder, which is of the machine.
+    """
+    found = {name: os.environ[name] for name in _DECIDING if os.environ.get(name)}
+    if tuner.measured is not None:
+        found["table"] = Path(tuner.measured.origin).name
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..drawing import PALETTE
@@ -23,9 +24,29 @@ class Curves(Protocol):
     peer_times: dict[int, dict[str, float]]
 
 
+def plain(text: str) -> str:
+    """Text that matplotlib shows as it is: $ begins no formula."""
+    return text.replace("$", r"\$")
+
+
+def legend(figure: Any, curves: Sequence[tuple[Any, str]], **style: Any) -> None:
+    """A legend below a figure, of curves and their names, whatever these are."""
+    handles, stand_ins = [handle for handle, _ in curves], ["x"] * len(curves)
+    shown = figure.legend(handles, stand_ins, loc="outside lower center", frameon=False, **style)
+    # Labels that begin with _ would be left out.
+    for text, (_, name) in zip(shown.get_texts(), curves, strict=True):
+        text.set_text(plain(name))
+
+
+def image_format(path: str) -> str:
+    """SVG where the file ends in .svg, else PNG."""
+    return "svg" if str(path).endswith(".svg") else "png"
+
+
 def plot(results: Curves, path: str, subtitle: str = "") -> None:
-    """Draws `results` into the file `path`: times on the left, both axes logarithmic, and bus
-    bandwidths on the right; peers dashed. Raises ImportError without matplotlib.
+    """Draws `results` into the file `path` (SVG by that ending, else PNG): times on the left, both
+    axes logarithmic, and bus bandwidths on the right; peers dashed. Raises ImportError without
+    matplotlib.
     """
     import matplotlib
 
@@ -36,10 +57,12 @@ def plot(results: Curves, path: str, subtitle: str = "") -> None:
     case = results.case
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
     factor = bus_factor(case.collective, case.size)
+    shown = []
     for name, xs, seconds, style in _curves(results):
-        left.plot(xs, [s * 1e6 for s in seconds], label=name, **style)
+        (curve,) = left.plot(xs, [s * 1e6 for s in seconds], **style)
+        shown.append((curve, name))
         busbw = [bandwidth(x, s) * factor for x, s in zip(xs, seconds, strict=True)]
-        right.plot(xs, busbw, label=name, **style)
+        right.plot(xs, busbw, **style)
     left.set_yscale("log")
     left.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     left.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
@@ -61,14 +84,11 @@ def plot(results: Curves, path: str, subtitle: str = "") -> None:
         for side in ("left", "bottom"):
             axes.spines[side].set_color("#8c959f")
         axes.tick_params(color="#8c959f", which="both")
-    handles, labels = left.get_legend_handles_labels()
-    rows = -(-len(labels) // 4)
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=-(-len(labels) // rows), frameon=False
-    )
+    rows = -(-len(shown) // 4)
+    legend(figure, shown, ncols=-(-len(shown) // rows))
     figure.suptitle(f"{case.collective}, {case.dtype}", x=0.012, ha="left", fontweight="bold")
-    left.set_title(subtitle, loc="left", fontsize=9, color="#57606a")
-    figure.savefig(path, format="png", dpi=150)
+    left.set_title(plain(subtitle), loc="left", fontsize=9, color="#57606a")
+    figure.savefig(path, format=image_format(path), dpi=150)
     pyplot.close(figure)
 
 

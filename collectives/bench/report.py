@@ -142,6 +142,9 @@ def describe(header: dict[str, Any]) -> list[str]:
     ]
     if "gpus" in machine:
         lines.insert(0, f"GPUs: {gpus.summary(machine['gpus'])}")
+    if "choices" in header:
+        words = ", ".join(f"{k}={v}" for k, v in header["choices"].items())
+        lines.append(f"choices decided by: {words}")
     if "settings" in header:
         words = ", ".join(f"{k}={v}" for k, v in header["settings"].items())
         lines.append(f"settings of peers: {words}")

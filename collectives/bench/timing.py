@@ -122,18 +122,19 @@ def take_turns(
     once. Collective: all ranks pass the same kinds of runners.
     """
     active: dict[int, Runner] = {i: r for i, r in enumerate(runners) if r is not None}
-    plans: dict[int, tuple[int, int, int]] = {}
+    plans: dict[int, tuple[list[int], int]] = {}
     for i, runner in list(active.items()):
         try:
             plans[i] = _plan(clock, runner, effort)
         except UnsupportedError:
             del active[i]
     stamps: dict[int, list[np.ndarray[Any, Any]]] = {i: [] for i in active}
-    for block in range(max((p[0] for p in plans.values()), default=0)):
+    for block in range(max((len(calls) for calls, _ in plans.values()), default=0)):
         for i, runner in active.items():
-            blocks, calls, warmup = plans[i]
-            if block >= blocks:
+            calls_of, warmup = plans[i]
+            if block >= len(calls_of):
                 continue
+            calls = calls_of[block]
             if effort.rest:
                 time.sleep(effort.rest)
                 warmup = 0 if calls == 1 else warmup
@@ -146,14 +147,15 @@ def take_turns(
     return samples
 
 
-def _plan(clock: Clock, runner: Runner, effort: Effort) -> tuple[int, int, int]:
-    """Blocks, calls of a block, and warm-up calls before each. Equal on all ranks, since it is made
-    of what all ranks know.
+def _plan(clock: Clock, runner: Runner, effort: Effort) -> tuple[list[int], int]:
+    """Calls of each block, and warm-up calls before each. Equal on all ranks, since it is made of
+    what all ranks know.
     """
     if effort.iterations is not None:
         runner(effort.warmup, 1)
         blocks = min(clock.blocks, effort.iterations)
-        return blocks, -(-effort.iterations // blocks), min(2, effort.warmup)
+        each, left = divmod(effort.iterations, blocks)
+        return [each + (block < left) for block in range(blocks)], min(2, effort.warmup)
     calls, warmup = 2, min(1, effort.warmup)
     while True:
         gathered = clock.gather(runner(warmup, calls))
@@ -162,11 +164,12 @@ def _plan(clock: Clock, runner: Runner, effort: Effort) -> tuple[int, int, int]:
             break
         warmup = 0 if calls > effort.warmup else effort.warmup
         calls *= 4
-    each = max(span / calls, 1e-8)
+    one = max(span / calls, 1e-8)
     blocks = clock.blocks
-    if each * blocks >= effort.seconds:
-        return _FEWEST_BLOCKS, 1, 1
-    return blocks, int(min(_MOST, max(1, effort.seconds / blocks / each))), min(2, effort.warmup)
+    if one * blocks >= effort.seconds:
+        return [1] * _FEWEST_BLOCKS, 1
+    calls = int(min(_MOST, max(1, effort.seconds / blocks / one)))
+    return [calls] * blocks, min(2, effort.warmup)
 
 
 def core_loop(comm: Communicator, prepared: Prepared) -> Runner:

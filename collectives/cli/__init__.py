@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (by default the arguments of this process) names; returns its
     exit status.
     """
+    _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -82,6 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_streams() -> None:
+    """A standard stream that was closed before Python began is None; what is written goes nowhere
+    instead.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it stays open)
 
 
 def _interrupted(name: str) -> int:

@@ -18,10 +18,10 @@ from ..bench import backends
 from ..bench.cases import REDUCING, ROOTED
 from ..config import parse_size
 from ..errors import CollectiveError, ConfigError, did_you_mean
-from ..schedule import algorithms
+from ..schedule import LARGEST, algorithms
 from ..tuning import known_algorithm
 from . import NO_MEMORY
-from ._ranks import EVERYWHERE, rank_hint
+from ._ranks import EVERYWHERE, on_every_rank, rank_hint
 
 USAGE = 2  # exit status of a command that could not do what was asked
 
@@ -163,7 +163,10 @@ def nodes_list(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no list with the node of each rank, such as 0,0,1,1"
         )
-    return [int(p) for p in parts]
+    nodes = [int(p) for p in parts]
+    if max(nodes) > LARGEST:
+        raise argparse.ArgumentTypeError(f"node {max(nodes)} is more than {LARGEST}")
+    return nodes
 
 
 def import_algorithms(names: Iterable[str]) -> None:
@@ -203,10 +206,16 @@ def add_rest(parser: argparse._ActionsContainer) -> None:
 
 def check_writable(*paths: str | None) -> None:
     """Raises ConfigError, before any work is done, if one of the files cannot be written by rank
-    0.
+    0, or two are the same.
     """
-    for path in paths:
-        if path and rank_hint() == 0:
+    named = [path for path in paths if path]
+    places = [os.path.realpath(path) for path in named]
+    with on_every_rank():
+        for i, path in enumerate(named):
+            if places[i] in places[:i]:
+                raise ConfigError(f"{path} would hold two results: name a file for each")
+    for path in named:
+        if rank_hint() == 0:
             new = not os.path.lexists(path)
             try:
                 open(path, "ab").close()

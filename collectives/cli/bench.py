@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     effort = parser.add_argument_group("effort")
     effort.add_argument(
-        "-n", "--iters", type=_common.positive, help="calls (as many as fit in --seconds)"
+        "-n",
+        "--iters",
+        type=_common.positive,
+        help="calls; on GPUs at least so many (as many as fit in --seconds)",
     )
     effort.add_argument(
         "-w", "--warmup-iters", type=_common.natural, default=5, help="calls before (5)"
@@ -172,7 +175,8 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
         connected = peers.connect(backend, args.peer or ())
     modes = backend.modes if args.device == "cpu" else backends.modes_of(args.mode)
     printing = comm.rank == 0
-    header = machine.header(comm, _ranks.command_of(args, "bench"), backend.facts())
+    command = _ranks.command_of(args, "bench")
+    header = machine.header(comm, command, backend.facts(), backend.tuner)
     if printing:
         _print_header(backend, args, header)
     wanted = sizes(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)

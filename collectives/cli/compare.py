@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _common.add_device_arguments(parser)
     add("--json", metavar="FILE", help="write header and rows to FILE")
-    add("--png", metavar="FILE", help="draw times and bus bandwidths (needs matplotlib)")
+    add("--png", metavar="FILE", help="draw times and bandwidths, .svg as SVG (needs matplotlib)")
     add("--fit", action="store_true", help="print the figures of the cost model for these ranks")
     add("--html", metavar="FILE", help="with --topology: write a page of plots (needs plotly)")
     add("--bytes", type=_simulated.sizes, metavar="SIZES", help="with --topology: 1K:1G, or 1K,1M")
@@ -188,7 +188,8 @@ def _compare(comm: Communicator, args: argparse.Namespace) -> int:
             raise UnsupportedError(f"no algorithm can do {args.collective} with {comm.size} ranks")
         backend = backends.connect(comm, args.device, python=args.python)
         connected = peers.connect(backend, args.peer or ())
-    header = machine.header(comm, _ranks.command_of(args, "compare"), backend.facts())
+    command = _ranks.command_of(args, "compare")
+    header = machine.header(comm, command, backend.facts(), backend.tuner)
     elements = elements_of(case, sizes(args.minbytes, args.maxbytes, args.stepfactor, None))
     bench = Bench(
         backend,
@@ -357,18 +358,23 @@ def _about_auto(bench: Bench, results: Results) -> list[str]:
     """How far the tuner's choices are from the fastest."""
     if results.case.collective == "barrier" or len(results.algorithms) < 2:
         return []
-    worst, where, chosen = 1.0, 0, ""
+    found: list[tuple[float, int, str]] = []  # times slower than the fastest, bytes, name
     for nbytes, times in results.times.items():
         name = bench.backend.choose(results.case.collective, nbytes)
+        name = "auto" if "auto" in times else name
         if name in times:
-            ratio = times[name] / times[results.fastest(nbytes)]
-            if ratio > worst:
-                worst, where, chosen = ratio, nbytes, name
+            found.append((times[name] / times[results.fastest(nbytes)], nbytes, name))
+    if not found:
+        return ["What is chosen by itself was not measured."]
+    missing = len(results.times) - len(found)
+    rest = f"; at {counted(missing, 'size')} it was not measured" if missing else ""
+    worst, where, chosen = max(found, key=lambda one: one[0])
     if worst <= _NEAR:
-        return [f"What is chosen by itself is the fastest everywhere (within {_NEAR - 1:.0%})."]
+        span = f"at {counted(len(found), 'size')}" if missing else "everywhere"
+        return [f"What is chosen by itself is the fastest {span} (within {_NEAR - 1:.0%}){rest}."]
     return [
         f"What is chosen by itself is at most {worst:.2f}x slower than the fastest ({chosen} at "
-        f"{size_words(where)})."
+        f"{size_words(where)}){rest}."
     ]
 
 

@@ -163,8 +163,8 @@ def _table(settings: Settings, carrier: str, nodes: list[int]) -> tables.Table |
     if settings.table == "off":
         return None
     here = tables.hardware_of([{**hardware.summary(), "mpi": ""}])
-    path = tables.path_for(here, settings.table)
-    layout = tables.load(path, here).get(tables.layout_key(carrier, nodes))
+    path, layouts = tables.find(here, settings.table)
+    layout = layouts.get(tables.layout_key(carrier, nodes))
     return tables.parse(layout, path) if layout is not None else None
 
 

@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..bench.plot import image_format
 from ..drawing import PALETTE
 from ..simulate import quantities
 from ..train.plan import BYTES, STATES, Job, Stage, bytes_per_parameter, plan, state_words
@@ -201,5 +202,5 @@ def _draw(job: Job, stages: list[Stage], path: str) -> None:
         axes[0][2].legend(fontsize=8, loc="lower right")
     figure.suptitle(f"{job.params / 1e9:.3g} billion parameters on {counted(job.ranks, 'rank')}")
     figure.tight_layout()
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, format=image_format(path), dpi=110)
     pyplot.close(figure)

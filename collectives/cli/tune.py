@@ -127,10 +127,7 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
         if comm.size == 1:
             raise ConfigError("one rank moves nothing: start more with --ranks N, or with mpirun")
         _check_nodes(args.device, len(set(comm.nodes)))
-    wanted = Settings().table
-    path = tables.path_for(comm._hardware, args.output or ("" if wanted == "off" else wanted))
-    if not args.dry_run:
-        _check_file(comm, path)
+    path = "" if args.dry_run else _checked_file(comm, args.output or "")
     with _ranks.on_every_rank():
         backend = backends.connect(comm, args.device)
     cores = machine.cores(comm)
@@ -161,27 +158,32 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> int:
             print(f"nothing is written: {useless}")
         elif not args.dry_run:
             key = tables.layout_key(backend.links, comm.nodes)
-            tables.save(path, comm._hardware, key, layout)
+            tables.save(Path(path), comm._hardware, key, layout)
             print(f"written to {path}")
     return 0
 
 
-def _check_file(comm: Communicator, path: Path) -> None:
-    """Raises ConfigError on all ranks, before anything is measured, if rank 0 could not put a table
-    of this hardware there.
+def _checked_file(comm: Communicator, output: str) -> str:
+    """Where the table goes. Raises ConfigError on all ranks, before anything is measured, if rank 0
+    could not put one of this hardware there. Collective.
     """
-    words = ""
+    words = named = ""
     if comm.rank == 0:
+        wanted = Settings().table
         try:
+            path = tables.path_for(comm._hardware, output or ("" if wanted == "off" else wanted))
+            tables.try_writing(path)
             for layout in tables.load(path, comm._hardware).values():
                 tables.parse(layout, path)
-            tables.try_writing(path)
+            named = str(path)
         except ConfigError as error:
             words = str(error)
-    words = comm._bootstrap.broadcast(words.encode()).decode()
+    answer = comm._bootstrap.broadcast(json.dumps([words, named]).encode())
+    words, named = json.loads(answer)
     with _ranks.on_every_rank():
         if words:
             raise ConfigError(words)
+    return named
 
 
 def measure(

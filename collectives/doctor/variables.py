@@ -61,19 +61,18 @@ def _files(settings: Settings) -> Iterator[Finding]:
         read_secret(settings)
     except CollectiveError as error:
         yield Finding("problem", "settings", str(error), _CURE)
-    if words := tables.why_none(settings.table):
-        yield Finding("advice", "settings", words, _CURE)
-    elif settings.table != "off":
-        try:
+    try:
+        if words := tables.why_none(settings.table):
+            yield Finding("advice", "settings", words, _CURE)
+        elif settings.table != "off":
             _read_table(settings)
-        except ConfigError as error:
-            yield Finding("problem", "settings", str(error), _CURE)
+    except ConfigError as error:
+        yield Finding("problem", "settings", str(error), _CURE)
 
 
 def _read_table(settings: Settings) -> None:
     """Raises ConfigError where ranks of this host would refuse the table, whatever their MPI."""
     here = tables.hardware_of([{**hardware.summary(), "mpi": ""}])
-    path = tables.path_for(here, settings.table)
-    del here["mpi"]
-    for layout in tables.load(path, here).values():
+    path, layouts = tables.find(here, settings.table, whatever=("mpi",))
+    for layout in layouts.values():
         tables.parse(layout, path)

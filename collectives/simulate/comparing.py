@@ -16,6 +16,7 @@ from .topology import Topology
 
 # An algorithm stays the winner while it is within so much of the fastest.
 NEAR = 1.02
+_MOST = 1e30  # of a number in a file of results
 WINNER = f"fastest, or within {NEAR * 100 - 100:.0f} % of it"
 
 
@@ -178,7 +179,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: it cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: it cannot be read as JSON: {error}") from None
     rows = data.get("rows") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
@@ -187,16 +188,23 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         missing = [name for name in (*needed, "device") if name not in row]
         if missing:
             raise ConfigError(f"{file}: a row lacks {missing[0]!r}, which `bench --json` writes")
-        for name in ("bytes", "ranks", "nodes", "time_us"):
-            if not isinstance(row[name], (int, float)):
-                raise ConfigError(f"{file}: {name} of a row is no number: {row[name]!r}")
+        for name, least in (("bytes", 0), ("ranks", 1), ("nodes", 1), ("time_us", 0)):
+            _check_number(file, f"{name} of a row", row[name], least)
         peers = row["peers"] or []
         if not isinstance(peers, list):
             raise ConfigError(f"{file}: peers of a row is no list: {peers!r}")
         for peer in peers:
             if not isinstance(peer, dict) or not {"name", "version", "time_us"} <= set(peer):
                 raise ConfigError(f"{file}: {peer!r} is no peer with name, version and time_us")
+            if peer["time_us"] is not None:
+                _check_number(file, "time_us of a peer", peer["time_us"], 0)
     return rows
+
+
+def _check_number(file: Path, what: str, value: object, least: int) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value <= _MOST:  # type: ignore[operator]
+        raise ConfigError(f"{file}: {what} is no number from {least} on: {value!r}")
 
 
 def busbw_gbs(collective: str, ranks: int, nbytes: int, seconds: float) -> float:

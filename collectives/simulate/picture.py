@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..bench.plot import COLOURS, MARKERS, short_size
+from typing import Any
+
+from ..bench.plot import COLOURS, MARKERS, image_format, legend, plain, short_size
 from ..words import counted
 from .comparing import WINNER, Comparison
 
@@ -25,20 +27,21 @@ def picture(result: Comparison, path: str) -> None:
     )
     for panel in axes.flat[len(result.nodes) :]:
         panel.set_visible(False)
+    shown: dict[str, Any] = {}
     for panel, nodes in zip(axes.flat, result.nodes, strict=False):
         outcomes = result.outcomes[nodes]
         for i, name in enumerate(names):
             xs = [x for x in outcomes if name in outcomes[x]]
             if xs:
-                panel.plot(
+                (curve,) = panel.plot(
                     xs,
                     [max(outcomes[x][name].busbw_gbs, 1e-6) for x in xs],
-                    label=name,
                     color=COLOURS[i % len(COLOURS)],
                     marker=MARKERS[i % len(MARKERS)],
                     markersize=4,
                     linewidth=1.6,
                 )
+                shown.setdefault(name, curve)
         bottom = min(max(o.busbw_gbs, 1e-6) for by in outcomes.values() for o in by.values())
         for name, low, high in result.stretches(nodes):
             colour = COLOURS[names.index(name) % len(COLOURS)]
@@ -64,19 +67,13 @@ def picture(result: Comparison, path: str) -> None:
         panel.grid(True, color="#eaeef2", linewidth=0.8)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    handles, labels = [], []
-    for panel in axes.flat:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            if label not in labels:
-                handles.append(handle)
-                labels.append(label)
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    legend(figure, [(curve, name) for name, curve in shown.items()], ncols=2, fontsize=8)
     figure.suptitle(
-        f"{result.collective} on {result.topology.name}, simulated; band: {WINNER}",
+        plain(f"{result.collective} on {result.topology.name}, simulated; band: {WINNER}"),
         x=0.012,
         ha="left",
         fontweight="bold",
         fontsize=11,
     )
-    figure.savefig(path, format="svg" if str(path).endswith(".svg") else "png", dpi=130)
+    figure.savefig(path, format=image_format(path), dpi=130)
     pyplot.close(figure)

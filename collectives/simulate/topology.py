@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ConfigError, did_you_mean
+from ..schedule import LARGEST
 from . import document, quantities
 from .document import Section
 
@@ -228,6 +229,8 @@ def _per(value: object) -> tuple[str, int]:
     match = _PER.fullmatch(value) if isinstance(value, str) else None
     if match is None or (match[1] and int(match[1]) < 1):
         raise ValueError(f"{value!r} is not like gpu, 2 gpus, node, 32 nodes or all")
+    if match[1] and int(match[1]) > LARGEST:
+        raise ValueError(f"{value!r} is more than {LARGEST}")
     return ("all", 1) if match[3] else (match[2], int(match[1] or 1))
 
 

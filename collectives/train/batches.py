@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,14 @@ if TYPE_CHECKING:
 
 
 def each_array(batch: Any, do: Callable[[Any], Any]) -> Any:
-    """The batch with do(array) in place of each array."""
+    """The batch with do(array) in place of each array; dicts, tuples and lists keep their types."""
     if isinstance(batch, dict):
-        return {key: each_array(part, do) for key, part in batch.items()}
+        new = copy.copy(batch)
+        if getattr(batch, "__dict__", None) is batch:  # its items are its attributes
+            new.__dict__ = new
+        for key, part in batch.items():
+            new[key] = each_array(part, do)
+        return new
     if isinstance(batch, (tuple, list)):
         parts = [each_array(part, do) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

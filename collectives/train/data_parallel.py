@@ -193,9 +193,7 @@ class Trainer:
         self.untrained = Untrained(self._model, comm, self._dtype)
         self._order = order
         self._hybrid = shard_group == "node"
-        group = comm if sharding else None
-        if self._hybrid:
-            group = comm.split(by="node")
+        group = comm.split(by="node") if self._hybrid else comm if sharding else None
         self.store = Store(group, sharding, offload == "host")
         values = self._model.parameters
         self._dtypes = {n: dtype_name(x.dtype) for n, x in values.items()}
@@ -220,6 +218,7 @@ class Trainer:
             reduce=self._reduce,
             trace=trace,
         )
+        self.bucketer.twice = self._model.twice
         self.store.side = self.bucketer.side
         self._gatherer: Gatherer | None = None
         if sharding == 3:
@@ -227,6 +226,7 @@ class Trainer:
             gathers = ranks_of_gathers(group, {device_name(x) for x in values.values()})
             self._gatherer = Gatherer(gathers, self.store, self._model)
             self.bucketer.siblings.append(gathers)
+            self.bucketer.waits = not (find_unused or static_graph)
         if group is not None and group is not comm:
             self.bucketer.siblings.append(group)
         self._gradients = GradientMemory(own=sharding >= 2 or self._each, lend=self._model.lend)

@@ -105,6 +105,8 @@ class FunctionModel(Model):
     frozen    names of parameters that have no gradient
     """
 
+    twice = "emit each gradient once in a call of the function, as the sum of all its parts"
+
     def __init__(
         self,
         function: Callable[..., Any],

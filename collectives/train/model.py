@@ -45,6 +45,7 @@ class Model(ABC):
     buffers     other arrays that ranks must begin with alike
     wide        names of parameters that keep their dtype under every precision
     on_gpu      all trainable parameters are on a GPU
+    twice       what to do where a parameter got a gradient twice in one backward
     """
 
     parameters: dict[str, Any]
@@ -52,6 +53,7 @@ class Model(ABC):
     buffers: dict[str, Any]
     wide: frozenset[str] = frozenset()
     on_gpu: bool
+    twice: str = "hand over one gradient of each parameter"
 
     @abstractmethod
     def bind(self, store: Store, gatherer: Gatherer | None, dtype: str | None) -> None:

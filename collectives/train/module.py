@@ -66,6 +66,11 @@ class _Flat(NamedTuple):
 class ModuleModel(Model):
     """A torch module and its loss: loss(module, batch) -> tensor, the mean over the batch."""
 
+    twice = (
+        "a parameter gets a gradient twice in one backward where reentrant checkpointing has its "
+        "layer more than once: call checkpoint(..., use_reentrant=False) there"
+    )
+
     def __init__(self, module: torch.nn.Module, loss: Callable[..., Any]) -> None:
         check_free(module)
         self._module = module

@@ -114,7 +114,8 @@ class Sampler:
     def state(self) -> dict[str, Any]:
         """Where it is, for a checkpoint; the same on all ranks."""
         about = {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
-        return about | {"epoch": self.epoch, "taken": self.position * self.batch}
+        place = {"epoch": self.epoch, "taken": self.position * self.batch}
+        return about | place | {"over": self.position >= len(self)}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if `load` cannot go on from `state`: it belongs to other data or
@@ -125,7 +126,7 @@ class Sampler:
         if mine != given:
             raise ValueError(f"the sampler's state is of {json.dumps(given)}, this one {mine}")
         taken = int(state["taken"])
-        if taken % self.batch and taken < self.samples:
+        if taken % self.batch and not self._over(state):
             raise ValueError(
                 f"{taken} samples of the epoch were taken, which are no whole steps of "
                 f"{self.batch} samples; take a batch that divides it, or begin an epoch"
@@ -133,7 +134,13 @@ class Sampler:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, also with another number of ranks if the samples taken are whole
-        steps. Raises ValueError as `check` does.
+        steps. After an epoch that is over, what is left of it is nothing, and then comes the next
+        one. Raises ValueError as `check` does.
         """
         self.check(state)
-        self.epoch, self.position = int(state["epoch"]), -(-int(state["taken"]) // self.batch)
+        self.epoch = int(state["epoch"])
+        self.position = len(self) if self._over(state) else int(state["taken"]) // self.batch
+
+    def _over(self, state: Mapping[str, Any]) -> bool:
+        """True if the epoch is, also where its last samples were left out."""
+        return bool(state.get("over")) or int(state["taken"]) >= self.samples

@@ -116,6 +116,8 @@ def explain(
     between     how arrays on GPUs go between nodes, where that is known
     """
     n = len(nodes)
+    if not isinstance(collective, str):
+        raise TypeError(f"collective must be a name such as 'all_reduce', not {collective!r}")
     algorithms(collective)  # raises ValueError where there is no such collective
     nbytes = checked_bytes(nbytes, "nbytes") if collective != "barrier" else 0
     if nbytes > ANY_SIZE:

@@ -74,13 +74,22 @@ class Figures:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Figures:
-        """What `as_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
-        near, far = found["near"], found["far"]
-        numbers = [*near.values(), *far.values(), found["entry_s"], found["slice_s"]]
-        for number in numbers:
-            if isinstance(number, bool) or not 0 <= number < math.inf:
-                raise ValueError(f"{number!r} is no figure of the cost model")
-        return Figures(LinkModel(**near), LinkModel(**far), found["entry_s"], found["slice_s"])
+        """What `as_json` gave. Raises KeyError, TypeError, ValueError or OverflowError for anything
+        else.
+        """
+
+        def link(numbers: Mapping[str, Any]) -> LinkModel:
+            return LinkModel(**{name: _figure(number) for name, number in numbers.items()})
+
+        near, far = link(found["near"]), link(found["far"])
+        return Figures(near, far, _figure(found["entry_s"]), _figure(found["slice_s"]))
+
+
+def _figure(found: Any) -> float:
+    number = found if isinstance(found, (int, float)) and not isinstance(found, bool) else -1
+    if not 0 <= float(number) < math.inf:
+        raise ValueError(f"{found!r} is no figure of the cost model")
+    return float(number)
 
 
 # Fitted to all_reduce of float32, 4 B to 4 MiB, with two ranks, each bound to a core of a two-core

@@ -41,6 +41,7 @@ _NEAR = 1.05
 _ELSE = "go without it: unset COLLECTIVES_TABLE, or set it to off"
 # No rank meets others with such a file, those of `tune` neither.
 _ANOTHER = "name another file, and measure into it with python -m collectives tune"
+_NAME_ANOTHER = "name a file with --output"
 _ANEW = f"remove the file, or {_ANOTHER}"
 # A table decides for sizes that were measured, and so many times beyond: `tune` measures sizes that
 # are so far apart. Up to a cache line all sizes are one.
@@ -209,27 +210,57 @@ def gpus_in_words(names: Sequence[str]) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
+class _Unreachable(ConfigError):
+    """A file that cannot be looked at, or has no place to be."""
+
+
 def path_for(hardware: Mapping[str, str], wanted: str = "") -> Path:
-    """The file with tables for this hardware; `wanted` is COLLECTIVES_TABLE."""
+    """The file with tables for this hardware; `wanted` is COLLECTIVES_TABLE. Raises ConfigError
+    where none is wanted, and there is no home for one.
+    """
     if wanted:
         return Path(wanted)
     import hashlib  # here: it loads OpenSSL
 
     digest = hashlib.sha256(json.dumps(hardware, sort_keys=True).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise _Unreachable(
+            f"the usual place of a table is below HOME, which is not known ({error}); "
+            f"{_NAME_ANOTHER}"
+        ) from error
     return Path(cache, "collectives", f"table-{digest}.json")
+
+
+def find(
+    hardware: Mapping[str, str], wanted: str = "", *, whatever: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """The file with tables for this hardware, and its layouts, as `load` gives them. A usual place
+    that cannot be looked at has none; a file that is `wanted` raises ConfigError there.
+
+    whatever  parts of the hardware that are not compared
+    """
+    try:
+        path = path_for(hardware, wanted)
+        compared = {name: part for name, part in hardware.items() if name not in whatever}
+        return str(path), load(path, compared)
+    except _Unreachable:
+        if wanted:
+            raise
+        return "", {}
 
 
 def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
     """The layouts in a file, {} where there is no file. Raises ConfigError for one that cannot be
     read, is no table, or is of other hardware.
     """
-    if not path.exists():
-        return {}
     try:
         content = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     except OSError as error:
-        raise ConfigError(f"the table {path} cannot be read: {error.strerror}") from error
+        raise _unreachable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the table {path} cannot be read: {error}; {_ANEW}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -244,10 +275,23 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
 
 
 def why_none(settings_table: str) -> str:
-    """That COLLECTIVES_TABLE names no file; "" where it names one, or none is wanted."""
-    if settings_table in ("", "off") or Path(settings_table).exists():
+    """That COLLECTIVES_TABLE names no file; "" where it names one, or none is wanted. Raises
+    ConfigError where that cannot be found out.
+    """
+    if settings_table in ("", "off"):
         return ""
-    return f"COLLECTIVES_TABLE names {settings_table}, and there is no such file: none is used"
+    try:
+        os.stat(settings_table)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"COLLECTIVES_TABLE names {settings_table}, and there is no such file: none is used"
+    except OSError as error:
+        raise _unreachable(settings_table, error) from error
+    return ""
+
+
+def _unreachable(path: Path | str, error: OSError) -> ConfigError:
+    words = f"the table {path} cannot be read: {error.strerror}"
+    return _Unreachable(f"{words}; {_ANOTHER}, or {_ELSE}")
 
 
 def _damaged(path: Path | str, why: str) -> ConfigError:
@@ -331,21 +375,29 @@ def _fitted(rows: Iterable[Measurement], key: str) -> dict[str, Any]:
     return {kind: found.as_json() for kind, found in fit(known, nodes, transports).items()}
 
 
+def _behind_links(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
 def try_writing(path: Path) -> None:
     """Raises ConfigError if `save` could not write the file."""
+    named, path = path, _behind_links(path)
     written = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written.touch()
         written.unlink()
     except OSError as error:
-        raise ConfigError(f"the table {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"the table {named} cannot be written: {error.strerror}; {_NAME_ANOTHER}"
+        ) from None
 
 
 def save(path: Path, hardware: Mapping[str, str], key: str, layout: dict[str, Any]) -> None:
     """Puts a layout into the file, beside others of the same hardware. The file is replaced at
-    once, so that no reader finds half of it.
+    once, so that no reader finds half of it; where the path is a link, the one that it leads to.
     """
+    path = _behind_links(path)
     layouts = load(path, hardware)
     if key in layouts:
         parse(layouts[key], path)
