@@ -64,6 +64,7 @@ class Rule(NamedTuple):
 
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)"
 _LARGEST = (1 << 64) - 1  # bytes
+_NAME = r"[^\W\d][^\s(),:;=#]*"  # of an algorithm: what schedule.py lets one be called
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -193,10 +194,10 @@ def _parse_choices(collective: str, text: str, known: list[str] | None) -> list[
             raise ConfigError(
                 f"{choice!r}: collectives are separated by ';', ranges of one collective by ','"
             )
-        if not re.fullmatch(r"[A-Za-z_]\w*(\s*\(.*\))?", algorithm):
+        if not re.fullmatch(rf"{_NAME}(\s*\(.*\))?", algorithm):
             raise ConfigError(f"{choice!r} names no algorithm; write e.g. '64K-=ring' or 'ring'")
         if known is not None:
-            for name in re.findall(r"[A-Za-z_]\w*", algorithm):
+            for name in re.findall(_NAME, algorithm):
                 if name not in known:
                     raise ConfigError(f"unknown algorithm {name!r}; {did_you_mean(name, known)}")
         low, high = 0, None

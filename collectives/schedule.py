@@ -94,10 +94,12 @@ def algorithm(
     def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
         own = name or str(getattr(rounds, "__name__", "algorithm"))
         fits = own.isprintable() and len(own.encode()) <= _LONGEST
-        if own == "auto" or not fits or _FORBIDDEN.search(own):
+        begins = own[:1].isalpha() or own[:1] == "_"
+        if own == "auto" or not fits or not begins or _FORBIDDEN.search(own):
             raise ValueError(
                 f"an algorithm cannot be called {own!r}: 'auto' means the best one, and a name has "
-                f"up to {_LONGEST} bytes without blanks, control characters, brackets and , : ; = #"
+                f"up to {_LONGEST} bytes, the first a letter or _, without blanks, "
+                "control characters, brackets and , : ; = #"
             )
         if any(a["name"] == own for a in _core.algorithms()):
             raise ValueError(

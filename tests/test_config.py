@@ -91,6 +91,7 @@ def test_rules():
         ("all_reduce:rign", "unknown algorithm 'rign'; did you mean 'ring'?"),
         ("all_reduce:hierarchical(ring, tre)", "unknown algorithm 'tre'"),
         ("all_reduce:0-64K=", "names no algorithm"),
+        ("all_reduce:64K-", "names no algorithm"),
         ("all_reduce:64K=ring", "'64K' is no range"),
         ("all_reduce:-64K=ring", "'-64K' is no range"),
         ("all_reduce:64K-4K=ring", "is empty"),
@@ -174,3 +175,13 @@ def test_errors():
     assert (str(error), error.rank, error.peer) == ("words", 3, None)
     assert nearest("Ring", ["ring", "tree"]) == "ring"
     assert nearest("xyz", ["ring", "tree"]) is None
+
+
+def test_rules_name_all_that_an_algorithm_may_be_called():
+    known = ["ring", "my-ring", "a$b", "übrig"]
+    (one, two, three) = parse_rules("all_reduce:0-64K=my-ring,64K-=a$b;broadcast:übrig", known)
+    assert (one.algorithm, two.algorithm, three.algorithm) == ("my-ring", "a$b", "übrig")
+    (both,) = parse_rules("all_reduce:hierarchical(ring, my-ring)", [*known, "hierarchical"])
+    assert both.algorithm == "hierarchical(ring, my-ring)"
+    with pytest.raises(ConfigError, match="unknown algorithm 'my-rung'"):
+        parse_rules("all_reduce:my-rung", known)

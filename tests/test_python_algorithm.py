@@ -376,7 +376,17 @@ def test_ranks_with_different_schedules_of_one_name(register):
 
 @pytest.mark.parametrize(
     "name",
-    ["auto", "a,b", "a(b)", "a b", "a#b", "ä" * 33, *(f"a{letter}b" for letter in ":;=\0\x1b")],
+    [
+        "auto",
+        "a,b",
+        "a(b)",
+        "a b",
+        "a#b",
+        "2a",
+        "-a",
+        "ä" * 33,
+        *(f"a{letter}b" for letter in ":;=\0\x1b"),
+    ],
 )
 def test_names_that_none_could_call(name):
     with pytest.raises(ValueError, match="cannot be called"):
