@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from .gradients import listed
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -28,6 +30,25 @@ class Usage:
         self._names = names
         self._static_graph = static_graph
         self._nowhere: frozenset[str] = frozenset()
+
+    def lacks(
+        self, names: Iterable[str], touched: Collection[str], seen: Collection[str], absent: bool
+    ) -> str:
+        """Which gradients this rank must have and has not, in words; "" if there are none. With
+        arguments as of `nowhere`.
+        """
+        if absent:
+            return ""
+        if self.usual is not None:
+            lost = sorted(self.usual - set(seen))
+            return f"{listed(lost)}, and had one in the first step (static_graph)" if lost else ""
+        lost = [n for n in names if n not in seen and n not in touched]
+        if self.find_unused or not lost:
+            return ""
+        return (
+            f"{listed(lost)}: not ready at the end of the pass; pass find_unused=True if "
+            "parameters may go unused"
+        )
 
     def nowhere(
         self, touched: Collection[str], seen: Collection[str], absent: bool

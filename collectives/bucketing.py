@@ -57,7 +57,7 @@ from .errors import (
     described,
     did_you_mean,
 )
-from .gradients import listed, meets, misfit, put, settled
+from .gradients import meets, misfit, put, settled
 from .lent_memory import Lend
 from .side_stream import SideStreams
 from .work import Work
@@ -316,6 +316,12 @@ class Bucketer:
         with self._on_stream_of_gradients():
             return self._finish(timeout, absent)
 
+    def check_pass(self, absent: bool = False) -> None:
+        """Raises what `finish` does where gradients lack that must not, in a pass that reduces."""
+        lacks = self._usage.lacks(self._slots, self._touched, self._seen, absent)
+        if lacks and self._sync:
+            self._fail(f"rank {self.comm.rank} has no gradient of {lacks}")
+
     def _finish(self, timeout: float | None, absent: bool) -> frozenset[str]:
         called = time.monotonic()
         kept = self._fill_missing(absent)
@@ -558,24 +564,11 @@ class Bucketer:
 
     def _fill_missing(self, absent: bool) -> dict[str, Any]:
         """Makes the gradients that are missing zero; returns what was in their place."""
+        self.check_pass(absent)
         usual = self._usage.usual
-        missing = [n for n in self._slots if n not in self._seen]
         if usual is not None and not absent:
-            lost = sorted(usual - self._seen.keys())
-            if lost:
-                self._fail(
-                    f"static_graph: rank {self.comm.rank} has no gradient of {listed(lost)}, and "
-                    "had one in the first step"
-                )
             return {}
-        if usual is not None:
-            missing = [n for n in missing if n in usual]
-        lost = [n for n in missing if n not in self._touched]
-        if lost and not (self._usage.find_unused or absent):
-            self._fail(
-                f"rank {self.comm.rank} has no gradient of {listed(lost)}: not ready at the end "
-                "of the pass; pass find_unused=True if parameters may go unused"
-            )
+        missing = [n for n in self._slots if n not in self._seen and (usual is None or n in usual)]
         kept = {}
         now = time.monotonic()
         for name in missing:

@@ -124,6 +124,34 @@ def test_where_one_rank_alone_raises_all_hear_of_it(mode, where, call):
         assert "Fault: of the model" in str(raised[-1]), raised
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_that_one_rank_lacks_is_named_on_all(stage):
+    """At once, also under stage 3, where buckets wait for memory and the others for gathers."""
+    names = "abcdefg"
+
+    def body(comm):
+        def function(params, batch, emit):
+            for name in names:
+                params[name].sum()
+            for name in reversed(names):
+                if (name, comm.rank) != ("g", 0):
+                    emit(name, np.ones(50))
+            return 1.0
+
+        trainer = Trainer(
+            function, SGD(lr=0.1), comm, params={name: np.zeros(50) for name in names},
+            sharding=stage, bucket_bytes=400, first_bucket_bytes=400,
+        )  # fmt: skip
+        with pytest.raises(cc.CollectiveError) as caught:
+            trainer.step(np.ones((2, 1)))
+        return str(caught.value)
+
+    began = time.monotonic()
+    for words in cc.run_threads(2, body, timeout=100):
+        assert "rank 0 has no gradient of 'g': not ready at the end of the pass" in words
+    assert time.monotonic() - began < 30
+
+
 def not_finite(step):
     return float("nan")
 

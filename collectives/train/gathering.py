@@ -62,11 +62,15 @@ def ranks_of_gathers(comm: Communicator, devices: set[str]) -> Communicator:
 class Gatherer:
     """Buckets of parameters that come and go. One pass is a forward and a backward.
 
-    comm  of the ranks that share; for gathers alone, beside the reductions of gradients
+    comm      of the ranks that share; for gathers alone, beside the reductions of gradients
+    complete  raises if this rank's pass is not: others are not to wait for it here
     """
 
-    def __init__(self, comm: Communicator, store: Store, memory: Memory) -> None:
+    def __init__(
+        self, comm: Communicator, store: Store, memory: Memory, complete: Callable[[], None]
+    ) -> None:
         self._comm = comm
+        self._complete = complete
         self._store = store
         self._memory = memory
         self._side = SideStreams()
@@ -129,6 +133,7 @@ class Gatherer:
 
     def end_pass(self) -> None:
         """Releases everything; the next pass is expected to be like this one."""
+        self._complete()
         if self._record is None or self._compares or len(self._launched) < len(self._record):
             self._compare(_END)
             self._record = list(self._launched)
