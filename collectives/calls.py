@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
-from .device import Beside, DeviceEngine, DeviceWork, device_of, view, wait_for
+from .device import DeviceEngine, DeviceWork, beside, device_of, view, wait_for
 from .device_table import tuner_of
 from .errors import (
     ArrayError,
@@ -226,10 +226,8 @@ class Calls:
             own = (target or source).stream  # type: ignore[union-attr]
             put_on = None if stream is None else stream_of(stream, collective)
             start = (device, collective, arguments, root, nbytes, algorithm, own or 0, put_on)
-            beside = None
-            if own is not None and source is not None and source.stream != own and put_on is None:
-                ordinal = int(device.partition(":")[2])
-                beside = Beside(collective, ordinal, own, [source.stream])
+            streams = [v.stream for v in (source, target) if v is not None and put_on is None]
+            in_order = beside(collective, int(device.partition(":")[2]), own or 0, streams)
             if (source or target).stream is None:  # type: ignore[union-attr]
                 # jax: what is handed out is written already.
                 ended = partial(self._ended, device, result)
@@ -238,11 +236,13 @@ class Calls:
             if self._group is not None:
 
                 def run_there(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
-                    self._run_beside(beside, *start)
+                    with in_order:
+                        self._run_on_device(*start)
                     return self._device_work(device, result, held, own, put_on)
 
                 return self._group.add(run_there)
-            options = self._run_beside(beside, *start)
+            with in_order:
+                options = self._run_on_device(*start)
             if key is not None and options is not None and self._known is not None:
                 assert source is not None and target is not None, "a call that has a key has both"
                 self._known.learn(key, options, arguments, (source.nbytes, target.nbytes))
@@ -268,13 +268,6 @@ class Calls:
             return QueuedWork(work, result, held)
         self._call_with((source, target, *keep), *arguments)
         return result()
-
-    def _run_beside(self, beside: Beside | None, *start: Any) -> object:
-        """`_run_on_device`, in order with the streams of the arrays."""
-        if beside is None:
-            return self._run_on_device(*start)
-        with beside:
-            return self._run_on_device(*start)
 
     def _device_work(
         self,

@@ -11,7 +11,8 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from .errors import (
     UnsupportedError,
 )
 from .tuning.device import Launch, device_launch
-from .work import Work
+from .work import Work, check_timeout
 
 if TYPE_CHECKING:
     from ._core import Communicator as Core
@@ -57,14 +58,25 @@ def device_of(what: str, source: View | None, target: View | None) -> str:
     return source.device
 
 
-class Beside:
-    """Streams, other than a call's own, on which its arrays are ready, and used again after it."""
+_ALONE = nullcontext()
 
-    def __init__(self, what: str, ordinal: int, stream: int, streams: Iterable[int | None]) -> None:
+
+def beside(
+    what: str, ordinal: int, stream: int, streams: Sequence[int | None]
+) -> AbstractContextManager[None]:
+    """A block for a call on `stream` whose arrays are ready on `streams`, and used there again."""
+    others = [s for s in streams if s is not None and s != stream]
+    return _Beside(what, ordinal, stream, others) if others else _ALONE
+
+
+class _Beside(AbstractContextManager[None]):
+    """The stream waits for the others, and these for the call."""
+
+    def __init__(self, what: str, ordinal: int, stream: int, others: list[int]) -> None:
         self._what = what
         self._ordinal = ordinal
         self._stream = stream
-        self._others = {s for s in streams if s is not None and s != stream}
+        self._others = others
 
     def __enter__(self) -> None:
         for other in self._others:
@@ -440,7 +452,6 @@ class DeviceWork(Work):
 
 def wait_for(engine: DeviceEngine | None, timeout: float | None) -> None:
     """`Communicator.synchronize`."""
-    if timeout is not None and not timeout == timeout:
-        raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
+    check_timeout(timeout)
     if engine is not None and not engine.wait(timeout):
         raise DeadlineError(f"the calls on the GPU are not done after {timeout:g} s; they go on")

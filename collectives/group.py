@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from . import _core
 from .array import View, from_pointer, overlap, view
 from .calls import OPS, Calls
-from .device import Beside, DeviceWork
+from .device import DeviceWork
 from .errors import CollectiveError
 from .work import GroupWork, TransferWork, Work
 
@@ -142,7 +142,7 @@ class _Together:
         self.engine = engine
         self.stream = stream
         self._transfers: list[Transfer] = []
-        self._calls: list[tuple[Callable[[], Any], Any, Beside]] = []
+        self._calls: list[tuple[Callable[[], Any], Any, AbstractContextManager[None]]] = []
         self.works: list[GroupWork] = []
 
     def add(
@@ -150,18 +150,18 @@ class _Together:
         transfers: list[Transfer],
         result: Callable[[], Any],
         keep: tuple[Any, ...],
-        beside: Beside,
+        in_order: AbstractContextManager[None],
     ) -> GroupWork:
         self._transfers += transfers
         work = GroupWork()
-        self._calls.append((result, keep, beside))
+        self._calls.append((result, keep, in_order))
         self.works.append(work)
         return work
 
     def run(self) -> None:
         with ExitStack() as streams:
-            for _, _, beside in self._calls:
-                streams.enter_context(beside)
+            for _, _, in_order in self._calls:
+                streams.enter_context(in_order)
             self.engine.transfer(self._transfers, self.stream)
         for (result, keep, _), work in zip(self._calls, self.works, strict=True):
             work.complete(DeviceWork(self.engine, result, keep, self.stream))
@@ -289,7 +289,7 @@ class Group:
         stream: int,
         result: Callable[[], Any],
         keep: tuple[Any, ...],
-        beside: Beside,
+        in_order: AbstractContextManager[None],
     ) -> GroupWork:
         """Notes sends and receives on a GPU. Those that follow each other, on one stream, go on
         together.
@@ -299,7 +299,7 @@ class Group:
             self._open.clear()
             together = self._together = _Together(engine, stream)
             self._entries.append(together)
-        return together.add(transfers, result, keep, beside)
+        return together.add(transfers, result, keep, in_order)
 
     def __exit__(
         self,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from . import _core
 from .array import Stream, View, finish, is_immutable, new_like, overlap, stream_of
 from .calls import DTYPES, Calls, integer
-from .device import Beside, DeviceWork, device_of, view
+from .device import DeviceWork, beside, device_of, view
 from .errors import ArrayError, CollectiveError, UnsupportedError
 from .staging import StagedEngine
 from .work import TransferWork
@@ -176,10 +176,12 @@ class PointToPoint(Calls):
         ]
         # jax: what is handed out is written already, and what is sent read.
         ended = partial(self._ended, device, result) if None in streams else result
-        beside = Beside(what, engine.device, stream, () if put_on is not None else streams)
+        in_order = beside(what, engine.device, stream, () if put_on is not None else streams)
         if self._group is not None:
-            return self._group.add_device_transfers(engine, transfers, stream, result, keep, beside)
-        with beside:
+            return self._group.add_device_transfers(
+                engine, transfers, stream, result, keep, in_order
+            )
+        with in_order:
             engine.transfer(transfers, stream)
         return DeviceWork(engine, result, keep, stream) if async_op else ended()
 

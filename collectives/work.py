@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from . import _core
 
 
+def check_timeout(timeout: float | None) -> None:
+    """Raises ValueError for NaN, which no time comes after."""
+    if timeout is not None and math.isnan(timeout):
+        raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
+
+
 class Work(ABC):
     """An asynchronous call. Its arrays must not be touched until it is done.
 
@@ -43,8 +49,7 @@ class Work(ABC):
         return DeadlineError(f"the call is not done after {timeout:g} s; it goes on")
 
     def _wait_up_to(self, timeout: float | None) -> None:
-        if timeout is not None and math.isnan(timeout):
-            raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
+        check_timeout(timeout)
         if not self._wait(timeout):
             assert timeout is not None
             raise self._late(timeout)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -91,7 +92,7 @@ def _open_streams() -> None:
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it stays open)
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), write_through=True))
 
 
 def _interrupted(name: str) -> int:

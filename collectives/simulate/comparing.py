@@ -202,9 +202,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _check_number(file: Path, what: str, value: object, least: int) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value <= _MOST:  # type: ignore[operator]
-        raise ConfigError(f"{file}: {what} is no number from {least} on: {value!r}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= _MOST:
+        return
+    raise ConfigError(f"{file}: {what} is no number from {least} on: {value!r}")
 
 
 def busbw_gbs(collective: str, ranks: int, nbytes: int, seconds: float) -> float:
