@@ -18,6 +18,7 @@ class Usage:
 
     find_unused   they may be
     static_graph  the same are missing in every step: those of the first in which all ranks had data
+    varies        others may be missing in every step, and on every rank
     usual         with a static graph, what becomes ready on this rank; None until it is known
     """
 
@@ -25,6 +26,7 @@ class Usage:
         self, comm: Communicator, names: Sequence[str], find_unused: bool, static_graph: bool
     ) -> None:
         self.find_unused = find_unused
+        self.varies = find_unused and not static_graph
         self.usual: frozenset[str] | None = None
         self._comm = comm
         self._names = names

@@ -316,6 +316,11 @@ class Bucketer:
         with self._on_stream_of_gradients():
             return self._finish(timeout, absent)
 
+    @property
+    def varies(self) -> bool:
+        """True if other gradients may be missing in every pass, and on every rank."""
+        return self._usage.varies
+
     def check_pass(self, absent: bool = False) -> None:
         """Raises what `finish` does where gradients lack that must not, in a pass that reduces."""
         lacks = self._usage.lacks(self._slots, self._touched, self._seen, absent)

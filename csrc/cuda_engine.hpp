@@ -175,8 +175,9 @@ struct DeviceCommunicator::Impl {
   std::unique_ptr<device::Memory> progress;  // where it is not in the arena
   device::DeviceWorld world{};
   Signature last_signature;
-  std::mutex run_mutex;       // threads may share a communicator
-  device::u64 exchanges = 0;  // of calls by copy engines so far
+  std::mutex run_mutex;                      // threads may share a communicator
+  device::u64 exchanges = 0;                 // of calls by copy engines so far
+  std::optional<device::u64> copies_stream;  // id of the one that the last of them went to
   // Calls made ready, by a thread that has the mutex; forgotten when what they rest on changes.
   std::unordered_map<device::PreparedKey, device::Prepared, device::PreparedHash> prepared;
   device::Prepared not_kept;

@@ -224,7 +224,7 @@ class Trainer:
         if sharding == 3:
             assert group is not None
             gathers = ranks_of_gathers(group, {device_name(x) for x in values.values()})
-            self._gatherer = Gatherer(gathers, self.store, self._model, self.bucketer.check_pass)
+            self._gatherer = Gatherer(gathers, self.store, self._model, self.bucketer)
             self.bucketer.siblings.append(gathers)
             self.bucketer.waits = not (find_unused or static_graph)
         if group is not None and group is not comm:

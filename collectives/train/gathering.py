@@ -5,6 +5,9 @@ All ranks must launch the same gathers in the same order. In the first pass they
 one. Later passes follow the order of the first; a rank that departs from it compares again, which
 the others, if they do not depart too, answer with a MismatchError instead of other parameters. In a
 step in which some rank has no data all compare: that rank cannot know what the others depart from.
+
+Where ranks may lack gradients (`find_unused`) they may differ in what they need, or in its order:
+they compare in every pass, and who needs something else first takes part for the others.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from ..tuning.device import BLOCKS_BESIDE
 from .sharding import Shard, Store
 
 if TYPE_CHECKING:
+    from ..bucketing import Bucketer
     from ..communicator import Communicator
     from ..work import Work
 
@@ -63,14 +67,14 @@ class Gatherer:
     """Buckets of parameters that come and go. One pass is a forward and a backward.
 
     comm      of the ranks that share; for gathers alone, beside the reductions of gradients
-    complete  raises if this rank's pass is not: others are not to wait for it here
+    bucketer  of the gradients of what is gathered
     """
 
     def __init__(
-        self, comm: Communicator, store: Store, memory: Memory, complete: Callable[[], None]
+        self, comm: Communicator, store: Store, memory: Memory, bucketer: Bucketer
     ) -> None:
         self._comm = comm
-        self._complete = complete
+        self._bucketer = bucketer
         self._store = store
         self._memory = memory
         self._side = SideStreams()
@@ -83,7 +87,8 @@ class Gatherer:
         self._launched: list[int] = []
         self._latest = -1  # that was needed last in this pass
         self._blocks = 0  # in which everything is gathered, one inside of the other
-        self._compares = False  # in this step, also where passes are as before
+        self._varies = bucketer.varies  # ranks may need different buckets
+        self._compares = self._varies  # in this step, also where passes are as before
         self.peak = 0  # most bytes of gathered parameters at a time
 
     def need(self, index: int) -> Any:
@@ -111,7 +116,7 @@ class Gatherer:
 
     def begin_step(self, *, absent: bool) -> None:
         """absent: some rank has no data, in some pass of the step."""
-        self._compares = absent
+        self._compares = absent or self._varies
         if self._recorded is not self._store.shards:  # a checkpoint had other buckets
             self._record, self._recorded = None, self._store.shards
 
@@ -133,9 +138,9 @@ class Gatherer:
 
     def end_pass(self) -> None:
         """Releases everything; the next pass is expected to be like this one."""
-        self._complete()
+        self._bucketer.check_pass()  # others are not to wait here for a rank that raises
         if self._record is None or self._compares or len(self._launched) < len(self._record):
-            self._compare(_END)
+            self._await(_END)
             self._record = list(self._launched)
         self.discard()
 
@@ -180,15 +185,12 @@ class Gatherer:
             most[kind] = max(most.get(kind, 0), shard.bucket.count)
         places = {kind: empty((count,), *kind) for kind, count in most.items()}
 
-        def take_part(index: int) -> None:
-            shard = self._store.shards[index]
-            place = places[shard.dtype, shard.bucket.device][: shard.bucket.count]
-            self._store.gather(self._comm, self._side, shard, place).wait()
-
         def follow() -> None:
             record = []
             while (index := self._compare(None)) != _END:
-                take_part(index)
+                shard = self._store.shards[index]
+                place = places[shard.dtype, shard.bucket.device][: shard.bucket.count]
+                self._take_part(shard, place)
                 record.append(index)
             self._record = record
 
@@ -241,7 +243,7 @@ class Gatherer:
         if self._expected() != index:
             self._record = None  # this pass departs from it
         if self._record is None or self._compares:
-            self._compare(index)
+            self._await(index)
         self._start(index)
 
     def _start(self, index: int) -> None:
@@ -253,15 +255,29 @@ class Gatherer:
         self.peak = max(self.peak, held)
         self._works[index] = self._store.gather(self._comm, self._side, shard, shard.full)
 
+    def _await(self, index: int) -> None:
+        """Until all ranks are at a bucket's gather, or this is the next that one of them needs;
+        and until all have come to the end of the pass.
+        """
+        while (turn := self._compare(index)) != index:
+            shard = self._store.shards[turn]
+            self._take_part(shard, empty((shard.bucket.count,), shard.dtype, shard.bucket.device))
+
+    def _take_part(self, shard: Shard, place: Any) -> None:
+        """In a gather of what other ranks need, into memory that nobody uses."""
+        self._store.gather(self._comm, self._side, shard, place).wait()
+
     def _compare(self, index: int | None) -> int:
-        """Makes sure that all ranks are at the same place; None: wherever the others are."""
+        """Makes sure that all ranks are at the same place, and returns it; None: wherever the
+        others are. Where ranks may differ, it is the first that one of them needs.
+        """
         mine = [-2 * _END, -2 * _END] if index is None else [index, -index]
         asked = np.array(mine, np.int64)
         self._comm.all_reduce(asked, "max")
         most, least = int(asked[0]), -int(asked[1])
         if most == -2 * _END:  # no rank has data: the pass is empty
             return _END
-        if most != least:
+        if most != least and not self._varies:
             names = [
                 "the end of the pass" if i == _END else f"the bucket of {self._first(i)!r}"
                 for i in (least, most)
@@ -269,10 +285,11 @@ class Gatherer:
             raise MismatchError(
                 f"sharding=3: the ranks use parameters in different orders: one needs {names[0]}, "
                 f"another {names[1]}, rank {self._comm.rank} "
-                + ("nothing" if index is None else "one of them"),
+                + ("nothing" if index is None else "one of them")
+                + "; find_unused=True lets them",
                 rank=self._comm.rank,
             )
-        return most
+        return least
 
     def _first(self, index: int) -> str:
         return self._store.shards[index].bucket.slots[0].name

@@ -256,7 +256,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
                                                     static_cast<const char*>(from) + bytes);
     return put(stream, [to, copy] { std::memcpy(to, copy->data(), copy->size()); });
   }
-  return put(stream, [to, from, bytes] { std::memcpy(to, from, bytes); });
+  const auto copy = [to, from, bytes] { std::memcpy(to, from, bytes); };
+  return kind == cudaMemcpyDeviceToDevice ? put_copy(stream, copy) : put(stream, copy);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   return put(stream, [to, value, bytes] {

@@ -27,6 +27,7 @@ using Work = std::function<void()>;
 
 // Does the work in the stream's turn, or records it.
 cudaError_t put(cudaStream_t stream, Work work);
+cudaError_t put_copy(cudaStream_t stream, Work work);  // within the devices
 bool is_capturing(cudaStream_t stream);
 void wait_for_device(int device);
 // Meanwhile no thread can put anything on a stream.

@@ -159,23 +159,42 @@ struct EmulatedStream {
     return finished == submitted;
   }
 
+  // A copy within the devices. The stream finds a queue for these at its first one, and streams of
+  // two threads that do so at the same moment find the same.
+  Work behind_copies(Work work) {
+    static std::atomic<int> latest{0};
+    static auto* const queues = new Queues;
+    if (copies == 0) {
+      const int found = latest + 1;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      latest = copies = found;
+    }
+    return behind(*queues, copies, std::move(work));
+  }
+
   const int device;
   const int number = made.fetch_add(1);    // of all streams
+  int copies = 0;                          // queue of its copies, once it has one
   std::shared_ptr<EmulatedGraph> capture;  // while one goes on
 
  private:
-  // What was put on any stream of this one's connection before comes first.
-  Work behind_connection(Work work) {
+  using Queues = std::map<int, std::shared_ptr<Completion>>;  // what each ends with
+
+  // What was put into that queue before, on any stream, comes first.
+  static Work behind(Queues& queues, int number, Work work) {
     static std::mutex all;
-    static auto* const last = new std::map<int, std::shared_ptr<Completion>>;
     const std::lock_guard lock(all);
-    std::shared_ptr<Completion>& here = (*last)[number % emulated::connections()];
+    std::shared_ptr<Completion>& here = queues[number];
     const auto before = std::exchange(here, std::make_shared<Completion>());
     return [before, mine = here, work = std::move(work)] {
       if (before != nullptr) before->wait();
       work();
       mine->finish();
     };
+  }
+  Work behind_connection(Work work) {
+    static auto* const queues = new Queues;
+    return behind(*queues, number % emulated::connections(), std::move(work));
   }
 
   void serve() {
@@ -244,6 +263,12 @@ cudaError_t put(cudaStream_t stream, Work work) {
     s->put(std::move(work));
   }
   return cudaSuccess;
+}
+
+cudaError_t put_copy(cudaStream_t stream, Work work) {
+  EmulatedStream* s = stream_of(stream);
+  const bool queues = std::getenv("EMULATED_COPY_QUEUES") != nullptr && s->capture == nullptr;
+  return put(stream, queues ? s->behind_copies(std::move(work)) : std::move(work));
 }
 
 bool is_capturing(cudaStream_t stream) { return stream_of(stream)->capture != nullptr; }
@@ -376,6 +401,10 @@ cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
   if (std::getenv("EMULATED_OLD_DRIVER") != nullptr) return fail(cudaErrorCallRequiresNewerDriver);
   if (ends_capture(stream)) return fail(cudaErrorStreamCaptureUnsupported);
   *device = stream_of(stream)->device;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<unsigned long long>(stream_of(stream));  // none is ever freed
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {

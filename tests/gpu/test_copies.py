@@ -13,7 +13,7 @@ import pytest
 import reference
 from cases import Case, check
 from gpus import GPUS, MARK, cupy
-from on_device import OnDevice, back, filled, run_on, some
+from on_device import EMULATED, OnDevice, back, filled, run_on, some
 
 import collectives as cc
 from collectives import _core
@@ -155,6 +155,29 @@ def test_hurried(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
         return True
 
     assert run_on(n, PLACE, body, timeout=20) == [True] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_new_streams_at_the_same_moment(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Ranks that share a GPU, each on a stream that never copied before: those get queues of their
+    own, so no copy stands behind one that waits for it.
+    """
+    monkeypatch.setenv("EMULATED_COPY_QUEUES", "1")  # which a GPU has anyway
+    rounds, count = (5 if EMULATED else 200), 20_000
+    together = threading.Barrier(n)
+
+    def body(comm: OnDevice) -> bool:
+        x = filled(comm, count, 1)
+        for _ in range(rounds):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            together.wait()
+            with stream:
+                comm.comm.all_reduce(x, algorithm="direct_two_shot", op="max")
+            stream.synchronize()
+        assert exchanges(comm) >= 2 * rounds
+        return bool((back(comm, x) == 1).all())
+
+    assert run_on(n, PLACE[:1], body, timeout=10) == [True] * n
 
 
 def test_not_in_graphs() -> None:

@@ -82,6 +82,40 @@ def train(
     return found, told
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rest = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
+        self.one, self.two = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.rest(x)
+        return self.one(x), self.two(x)
+
+
+def one_or_both(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    one, two = module(batch)
+    total = one.square().mean()
+    return total if batch.detach().max() < 1 else total + two.square().mean()
+
+
+def a_head_that_some_ranks_leave_alone(comm: cc.Communicator, device: torch.device) -> None:
+    """The last rank alone has gradients for one of the heads."""
+    batch = torch.full((4, 96), 2.0 if comm.rank == comm.size - 1 else 0.5, device=device)
+    found = []
+    for stage in range(4):
+        trainer = Trainer(
+            Heads().to(device), AdamW(lr=1e-2), comm, loss=one_or_both, sharding=stage,
+            find_unused=True, bucket_bytes=40_000, first_bucket_bytes=10_000,
+        )  # fmt: skip
+        for _ in range(STEPS):
+            trainer.step(batch)
+        found.append({name: x.tobytes() for name, x in trainer.parameters().items()})
+        trainer.close()
+        assert found[stage] == found[0], stage
+
+
 def main() -> None:
     with cc.init() as comm:
         device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
@@ -112,6 +146,7 @@ def main() -> None:
             found, _ = train(comm, device, of_torch, sharding=stage, offload="host")
             for name, x in there.items():
                 assert np.allclose(found[name], x, rtol=0, atol=1e-5), (stage, name)
+        a_head_that_some_ranks_leave_alone(comm, device)
         comm.barrier()
     print("trained alike")
 
