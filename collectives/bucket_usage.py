@@ -19,6 +19,8 @@ class Usage:
     find_unused   they may be
     static_graph  the same are missing in every step: those of the first in which all ranks had data
     varies        others may be missing in every step, and on every rank
+    alike         the same are missing on all ranks: so without either, and with a static graph that
+                  is known and such
     usual         with a static graph, what becomes ready on this rank; None until it is known
     """
 
@@ -27,6 +29,7 @@ class Usage:
     ) -> None:
         self.find_unused = find_unused
         self.varies = find_unused and not static_graph
+        self.alike = not find_unused
         self.usual: frozenset[str] | None = None
         self._comm = comm
         self._names = names
@@ -63,10 +66,11 @@ class Usage:
         absent   this rank has no data
         """
         if self.find_unused and self.usual is None:
-            used = np.array([*(name in touched for name in self._names), absent], np.uint8)
-            self._comm.all_reduce(used, "max")
-            flags = used.tolist()
-            self._nowhere = frozenset(n for n, u in zip(self._names, flags, strict=False) if not u)
-            if self._static_graph and not flags[-1]:  # all ranks learn it, or none
+            used = np.array([*(name in touched for name in self._names), absent], np.int32)
+            self._comm.all_reduce(used)
+            *ranks, away = used.tolist()
+            self._nowhere = frozenset(n for n, r in zip(self._names, ranks, strict=True) if not r)
+            if self._static_graph and not away:  # all ranks learn it, or none
                 self.usual = frozenset(seen)
+                self.alike = set(ranks) <= {0, self._comm.size}
         return self._nowhere

@@ -148,8 +148,8 @@ class Bucketer:
         self.siblings: list[Communicator] = []  # that are aborted along with comm
         self.side = SideStreams()
         self._torch: TorchGradients | None = None
-        # For memory of transient buckets during a pass; else only in finish, so that a rank that
-        # has a gradient meets those that lack it in other calls before.
+        # For the others in a pass; else only in finish, where gradients may be missing, so that a
+        # rank that has one meets those that lack it in other calls before.
         self.waits = True
         self.twice = "end a pass with finish(), or leave no_sync()"  # advice on a second ready
         self.rebuilt = False  # True once buckets were filled anew
@@ -545,7 +545,9 @@ class Bucketer:
         with self._on_stream_of_gradients():
             if self._torch is not None and not self._transient:
                 self._torch.flush(bucket)
-            if self._sync:
+            # On a GPU another rank may put its part behind all else of its pass, which waits for
+            # what this one does behind its own: no stream is to wait for that in a pass.
+            if self._sync and (self.waits or bucket.device == "cpu" or self._usage.alike):
                 self._launch_full(self.waits)
 
     def _launch_full(self, wait: bool) -> None:

@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from .. import _core
 from ..array import Stream
-from ..array.torch_streams import current_stream
 from .completing import Completer
 from .joining import Meeting
 from .monitoring import monitored_barrier
 from .moving import Moving
 from .profiling import shown
 from .short import ShortWays
-from .streams import SideStreams, StreamWork
+from .streams import SideStreams, StreamWork, stream_of_caller
 from .tensors import Call
 from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
 from .work import CompletedWork, JoinedWork, PendingWork
@@ -213,7 +212,7 @@ class BaseGroup(dist.ProcessGroup):
         if opts is None or opts.asyncOp:
             work = self._sides.run(device, put_on, call.finish, outputs, call.keep)
         else:
-            put_on(Stream(current_stream(device.index), device.index))
+            put_on(stream_of_caller(device))
             if call.finish is not None:
                 call.finish()
             work = StreamWork(outputs, device)

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..array import Stream
 from ..array.torch_streams import current_stream, raw_stream
 from ..untraced import untraced
 from . import extension
 from .profiling import profiled
-from .streams import Side, StreamWork
+from .streams import Side, StreamWork, stream_of_caller
 from .tensors import Call, Op, Tensor, op_for
 from .tracks import Plan
 
@@ -62,9 +61,8 @@ def _plan(
     if call.after:  # a copy, or a division, which torch makes
         return None
     (step,) = call.steps
-    return group._main.plan(
-        step, Stream(0, target.device.index) if side is None else side.for_calls
-    )
+    stream = stream_of_caller(target.device) if side is None else side.for_calls
+    return group._main.plan(step, stream)
 
 
 @untraced  # C++ calls it

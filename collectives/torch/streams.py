@@ -28,6 +28,15 @@ from .untraced import untraced_methods
 from .work import NO_TIMEOUT, for_future
 
 
+def stream_of_caller(device: torch.device) -> Stream:
+    """torch's current stream, for a call that goes there. One of high priority is made to run
+    beside another that computes, as FSDP's are: a kernel that waits for a peer on all
+    multiprocessors would leave that one none. (All ranks must put a call on alike streams.)
+    """
+    stream = torch.cuda.current_stream(device)
+    return Stream(stream.cuda_stream, device.index, beside=stream.priority < 0)
+
+
 class Side:
     """The side stream of a GPU. It is one of torch's, which are never destroyed: when a tensor that
     was recorded on it is freed, torch marks its end there, and that may be after the group's.

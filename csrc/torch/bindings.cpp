@@ -197,7 +197,8 @@ bool read(const py::args& arguments, Asked* asked) {
 // group          has `_coalesced`, None unless calls are being gathered into one
 // plan           (target, source, op or None, beside) -> None, or the side stream (None: the call
 //                goes on the current stream), what puts a call there, and its arguments. It is
-//                asked once for each device, dtype, op and size
+//                asked once for each device, dtype, op and size, and current stream if the call
+//                goes there
 // slow           makes the calls that have no plan: the method in Python, unbound
 // track          has `_lock`, which is held while a call is made, and counts `calls`
 // stream_handle  the handle of the current stream of a device, by its index
@@ -223,13 +224,18 @@ class Method {
   }
 
  private:
-  using Key = std::tuple<c10::DeviceIndex, bool, at::ScalarType, c10d::ReduceOp::RedOpType,
-                         std::int64_t, std::int64_t>;
+  using Key = std::tuple<c10::DeviceIndex, bool, c10::StreamId, at::ScalarType,
+                         c10d::ReduceOp::RedOpType, std::int64_t, std::int64_t>;
 
   std::shared_ptr<const Plan> plan_for(const py::object& group, const Asked& asked) {
-    const Key key{asked.target.device().index(), asked.beside,
-                  asked.target.scalar_type(),    asked.op,
-                  asked.target.numel(),          asked.source.numel()};
+    const c10::Device device = asked.target.device();
+    const Key key{device.index(),
+                  asked.beside,
+                  asked.beside ? 0 : current_stream(device).id(),
+                  asked.target.scalar_type(),
+                  asked.op,
+                  asked.target.numel(),
+                  asked.source.numel()};
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
     const bool reduces = asked.op != c10d::ReduceOp::UNUSED;

@@ -196,6 +196,16 @@ def test_a_call_that_torch_waits_for_goes_on_the_current_stream(gpu: Any, group:
     assert [line.partition(" waits")[0] for line in gpu.said()] == ["stream 5"]
 
 
+def test_a_plan_of_a_call_on_the_current_stream_is_of_that_stream(gpu: Any, group: Any) -> None:
+    """It may be one beside another, or not."""
+    method, x = group.method("all_reduce"), tensor(gpu)
+    for stream, asynchronous, plans in ((3, False, 1), (4, False, 2), (3, False, 2),
+                                        (3, True, 3), (4, True, 3)):  # fmt: skip
+        gpu.set_current(stream)
+        method([x], options(asynchronous))
+        assert len(group.planned) == plans
+
+
 def test_a_plan_is_asked_once_for_each_kind_of_call(gpu: Any, group: Any) -> None:
     method = group.method("all_reduce")
     kinds = [

@@ -88,11 +88,16 @@ def test_plans_are_of_the_calls_that_the_long_way_makes() -> None:
     assert (step.source, step.target) == (whole.data_ptr(), x.data_ptr())
 
 
-def test_a_call_that_torch_waits_for_is_planned_for_any_stream() -> None:
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_call_that_torch_waits_for_is_planned_for_the_current_stream(
+    monkeypatch: pytest.MonkeyPatch, priority: int
+) -> None:
+    current = SimpleNamespace(cuda_stream=5, priority=priority)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     x = torch.zeros(6)
     plan, _, stream = planned("all_reduce", x, x, ReduceOp.SUM, beside=False)
     assert plan == (None, print, ("all_reduce",))
-    assert not stream.beside
+    assert stream.handle == 5 and stream.beside == (priority < 0)
 
 
 def test_what_torch_must_do_something_for_has_no_plan() -> None:

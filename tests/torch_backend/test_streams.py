@@ -28,6 +28,7 @@ class Log:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.current = MAIN
+        self.priority = 0  # of the current stream
 
     def name(self, handle: int) -> str:
         return {MAIN: "main", 2: "another"}.get(handle, f"side of {handle - 100}")
@@ -98,14 +99,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         log.current = before
 
     def current_stream(device: Any) -> Any:
-        return SimpleNamespace(cuda_stream=log.current, name=log.name(log.current))
+        return SimpleNamespace(
+            cuda_stream=log.current, name=log.name(log.current), priority=log.priority
+        )
 
     monkeypatch.setattr(_core, "SideStream", partial(SideStream, log))
     monkeypatch.setattr(_core, "slowdown", partial(slowdown, log))
     monkeypatch.setattr(torch.cuda, "Stream", of_torch)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    for module in (streams, base):
-        monkeypatch.setattr(module, "current_stream", lambda ordinal: log.current)
+    monkeypatch.setattr(streams, "current_stream", lambda ordinal: log.current)
     monkeypatch.setattr(streams, "with_stream", with_stream)
     monkeypatch.setattr(
         streams, "_tensors", lambda held: [t for part in held for t in part if t is not None]
@@ -117,7 +119,7 @@ def group(log: Log) -> Any:
     """A process group whose track only notes what it is given."""
 
     def call(step: Step, stream: Stream) -> None:
-        assert stream.beside == (stream.handle != MAIN)
+        assert stream.beside == (stream.handle != MAIN or log.priority < 0)
         log.said.append(f"{log.name(stream.handle)}: {step.collective}")
 
     track = SimpleNamespace(call=call)
@@ -143,6 +145,15 @@ def test_a_call_that_torch_waits_for_goes_on_the_current_stream(log: Log) -> Non
     work.wait()
     assert len(log.said) == 2
     assert work.is_completed() and x.recorded == []
+
+
+def test_a_stream_of_high_priority_runs_beside_another(log: Log) -> None:
+    """As those of FSDP do, which puts calls there that it waits for."""
+    assert not streams.stream_of_caller(DEVICE).beside
+    log.priority = -1
+    assert streams.stream_of_caller(DEVICE) == Stream(MAIN, 1, beside=True)
+    group(log).make(a_call(log, []), [], SimpleNamespace(asyncOp=False))
+    assert log.said == ["main: all_reduce", "main: copy out of scratch"]
 
 
 def test_an_asynchronous_call_goes_on_a_side_stream(log: Log) -> None:

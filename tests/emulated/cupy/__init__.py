@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,9 @@ class ndarray:
         self.size = int(np.prod(self.shape, dtype=np.int64))
         self.nbytes = self.size * self.dtype.itemsize
         self.data = memptr if memptr is not None else cuda.alloc(self.nbytes)
-        self.strides = strides
+        self.itemsize = self.dtype.itemsize
+        following = [self.shape[i + 1 :] for i in range(len(self.shape))]
+        self.strides = strides or tuple(math.prod(n) * self.itemsize for n in following)
         self.device = self.data.device
         self.flags = SimpleNamespace(c_contiguous=self.size == 0 or strides is None)
 
@@ -39,18 +42,34 @@ class ndarray:
             "shape": self.shape,
             "typestr": self.dtype.str,
             "data": (self.data.ptr, False),
-            "strides": self.strides,
+            "strides": None if self.flags.c_contiguous else self.strides,
             "stream": stream or 1,
         }
 
     def set(self, array: np.ndarray[Any, Any]) -> None:
         held = np.ascontiguousarray(array, self.dtype)
-        cuda.runtime.memcpy(self.data.ptr, held.ctypes.data, held.nbytes, 1)
+        stream = cuda.get_current_stream()
+        cuda.runtime.memcpyAsync(self.data.ptr, held.ctypes.data, held.nbytes, 1, stream.ptr)
 
     def get(self) -> np.ndarray[Any, Any]:
         array = np.empty(self.shape, self.dtype)
         cuda.runtime.memcpy(array.ctypes.data, self.data.ptr, array.nbytes, 2)
         return array
+
+    def reshape(self, shape: int | tuple[int, ...]) -> ndarray:
+        assert self.flags.c_contiguous
+        return ndarray(self.size if shape == -1 else shape, self.dtype, self.data)
+
+    def __setitem__(self, key: Any, value: ndarray | int) -> None:
+        """Copies on the current stream, or fills with zeros."""
+        to = self if key is Ellipsis else self[key]
+        stream = cuda.get_current_stream().ptr
+        if isinstance(value, ndarray):
+            assert value.nbytes == to.nbytes
+            cuda.runtime.memcpyAsync(to.data.ptr, value.data.ptr, to.nbytes, 3, stream)
+        else:
+            assert value == 0
+            cuda.runtime.memsetAsync(to.data.ptr, 0, to.nbytes, stream)
 
     def __getitem__(self, key: slice) -> ndarray:
         begin, end, step = key.indices(self.shape[0])
