@@ -51,6 +51,8 @@ class Communicator(Reductions, Movements, PointToPoint):
     node, nodes              index of this rank's node, and the node of every rank
     local_rank, local_size   the same within the node
     transports               what carries data: "threads", "shm", "mpi", "shm+mpi" or "self"
+    fallback                 why MPI is used between ranks of one machine; "" if it is not, or if
+                             that was asked for
     max_blocks               bound for the thread blocks of calls on device arrays; 0: none
 
     Every collective is called by all ranks, in the same order and with matching arguments; a

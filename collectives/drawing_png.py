@@ -43,7 +43,7 @@ def draw_png(schedule: Schedule) -> bytes:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("png needs matplotlib: pip install 'collectives[plot]'") from None
+        raise ConfigError("png needs matplotlib: pip install matplotlib") from None
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import LineCollection, PolyCollection

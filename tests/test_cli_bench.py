@@ -17,9 +17,10 @@ import pytest
 from commands import TINY, check_rows, run, start
 
 from collectives import Communicator, _core, run_threads
-from collectives.bench import cases, measuring, timing
+from collectives.bench import cases, machine, measuring, timing
 from collectives.bench.backends import Host
 from collectives.bench.cases import REDUCING, Case, places
+from collectives.bench.report import Column, Table, describe
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -138,6 +139,24 @@ def test_results_say_what_else_decided(capsys, monkeypatch, tmp_path):
         assert (
             "# choices decided by: COLLECTIVES_ALGORITHM=all_reduce:ring, table=table.json" in out
         )
+
+
+def test_nodes_that_the_command_line_divides_are_no_choice_of_a_variable(monkeypatch):
+    """--nodes sets COLLECTIVES_NODE for the ranks; one that the user has set is told."""
+    with_threads = run_threads(1, lambda comm: machine.header(comm, "bench"))[0]
+    header = {**with_threads, "choices": {"COLLECTIVES_NODE": "0", "COLLECTIVES_SIMD": "avx2"}}
+    monkeypatch.delenv("COLLECTIVES_RENDEZVOUS", raising=False)
+    assert "choices decided by: COLLECTIVES_NODE=0, COLLECTIVES_SIMD=avx2" in describe(header)
+    monkeypatch.setenv("COLLECTIVES_RENDEZVOUS", "launcher")  # as `run` and --ranks do
+    assert "choices decided by: COLLECTIVES_SIMD=avx2" in describe(header)
+    only = {**header, "choices": {"COLLECTIVES_NODE": "0"}}
+    assert not any("choices" in line for line in describe(only))
+
+
+def test_columns_at_the_right_and_at_the_left():
+    table = Table([Column("n", "", 4), Column("name", "us", 8, left=True), Column("x", "", 3)])
+    assert table.header() == "#   n name       x\n#     us"
+    assert table.row(["1", "ring", "2"]) == "    1 ring       2"
 
 
 def test_bench_alone(capsys):

@@ -59,7 +59,7 @@ def test_png_without_matplotlib_says_what_to_install(capsys, monkeypatch, tmp_pa
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     status, _, err = run(capsys, "compare", "--threads", 2, "--png", tmp_path / "x.png")
     assert status == 2
-    assert "pip install collectives[plot]" in err
+    assert "pip install matplotlib" in err
 
 
 def _results(times):

@@ -250,6 +250,29 @@ def test_the_command_examines_this_machine():
     assert {f.level for f in found if f.topic in ("segments", "pidfd", "sharing")} == {"ok"}
 
 
+@pytest.mark.parametrize(
+    ("pid", "first", "contained", "level"),
+    [
+        (4026531836, 4026531836, True, "ok"),  # the host's own, in a container that shares them
+        (4026531836, 4026531836, False, "ok"),
+        (4026532999, 4026532999, True, "advice"),
+        (4026532999, 4026532999, False, "ok"),
+        (4026532999, 4026531836, False, "advice"),  # another one than that of process 1
+    ],
+)
+def test_namespaces(monkeypatch, tmp_path, pid, first, contained, level):
+    for process, number in (("self", pid), ("1", first)):
+        folder = tmp_path / process / "ns"
+        folder.mkdir(parents=True)
+        (folder / "pid").symlink_to(f"pid:[{number}]")
+        (folder / "ipc").symlink_to("ipc:[4026531839]")
+    monkeypatch.setattr(system, "in_container", lambda: contained)
+    (found,) = system.namespaces(Place(proc=tmp_path))
+    assert found.level == level and str(pid) in found.words
+    of_host = contained and pid == 4026531836
+    assert of_host == ("in a container, but in the host's pid and ipc namespaces" in found.words)
+
+
 def test_a_setting_that_is_not_understood():
     got = doctor(COLLECTIVES_TIMEOUT="soon")
     assert got.returncode == 1

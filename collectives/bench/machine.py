@@ -140,7 +140,7 @@ def mpi(comm: Communicator) -> dict[str, str]:
     if comm._bootstrap.kind == "mpi":
         return {name: str(value) for name, value in _core.loaded_mpi().items()}
     if package_version("mpi4py") is None:
-        return {"missing": "mpi4py is not installed (pip install collectives[mpi])"}
+        return {"missing": "mpi4py is not installed (pip install mpi4py)"}
     # A launcher's variables are about this process; without one they say how MPI is to work here.
     launched = any(k in os.environ for k in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK"))
     hidden = ("COLLECTIVES_", *(("OMPI_", "PMIX_", "PMI_") if launched else ()))

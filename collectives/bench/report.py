@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,16 +87,18 @@ def number(value: float | None, digits: int = 2) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: title, unit below it, and width in letters."""
+    """A column of a table: title, unit below it, width in letters; `left`: left-aligned."""
 
     title: str
     unit: str = ""
     width: int = 8
+    left: bool = False
 
 
 class Table:
-    """Rows under titles, right-aligned, written one by one. `groups` are titles above columns:
-    (title, number of columns); lines that are no rows begin with #.
+    """Rows under titles, right-aligned but for columns that are `left`, written one by one.
+    `groups` are titles above columns: (title, number of columns); lines that are no rows begin
+    with #.
     """
 
     def __init__(self, columns: Sequence[Column], groups: Sequence[tuple[str, int]] = ()) -> None:
@@ -123,7 +126,10 @@ class Table:
         return self._line(cells).rstrip()
 
     def _line(self, cells: Sequence[str]) -> str:
-        return "".join(f" {cell:>{c.width}}" for cell, c in zip(cells, self._columns, strict=True))
+        return "".join(
+            f" {cell:{'<' if c.left else '>'}{c.width}}"
+            for cell, c in zip(cells, self._columns, strict=True)
+        )
 
 
 def describe(header: dict[str, Any]) -> list[str]:
@@ -142,9 +148,15 @@ def describe(header: dict[str, Any]) -> list[str]:
     ]
     if "gpus" in machine:
         lines.insert(0, f"GPUs: {gpus.summary(machine['gpus'])}")
-    if "choices" in header:
-        words = ", ".join(f"{k}={v}" for k, v in header["choices"].items())
-        lines.append(f"choices decided by: {words}")
+    # Which node rank 0 is on says nothing where --nodes divides the ranks, with this variable.
+    divided = os.environ.get("COLLECTIVES_RENDEZVOUS") == "launcher"
+    decided = {
+        k: v
+        for k, v in header.get("choices", {}).items()
+        if not (divided and k == "COLLECTIVES_NODE")
+    }
+    if decided:
+        lines.append("choices decided by: " + ", ".join(f"{k}={v}" for k, v in decided.items()))
     if "settings" in header:
         words = ", ".join(f"{k}={v}" for k, v in header["settings"].items())
         lines.append(f"settings of peers: {words}")

@@ -109,9 +109,9 @@ def compare(args: argparse.Namespace) -> int:
     if args.measured and not args.html:
         raise ConfigError("--measured goes with --html: the page shows measured runs beside")
     if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install 'collectives[simulate]'")
+        raise ConfigError("--png needs matplotlib: pip install matplotlib")
     if args.html and importlib.util.find_spec("plotly") is None:
-        raise ConfigError("--html needs plotly: pip install 'collectives[simulate]'")
+        raise ConfigError("--html needs plotly: pip install plotly")
     _common.check_writable(args.json, args.png, args.html)
     low, high = max(1, args.minbytes), args.maxbytes
     if high < low:

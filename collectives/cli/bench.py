@@ -105,7 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="force one, or a composition; may be repeated (auto: chosen by size)",
     )
     what.add_argument("-o", "--op", type=_common.op, default="sum", help="sum, max, ... (sum)")
-    what.add_argument("-d", "--datatype", type=_common.dtype, default="float32", help="(float32)")
+    what.add_argument(
+        "-d",
+        "--datatype",
+        type=_common.dtype,
+        default="float32",
+        help="dtype of the elements (float32)",
+    )
     what.add_argument("-r", "--root", type=_common.natural, default=0, help="(0)")
     what.add_argument(
         "--order", type=_common.one_of("order", ("any", "rank")), help="rank: sum in rank order"

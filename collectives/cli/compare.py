@@ -66,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=_common.seconds, default=0.1, help="for each size and algorithm (0.1)")
     _common.add_rest(parser)
     add("-o", "--op", type=_common.op, default="sum", help="(sum)")
-    add("-d", "--datatype", type=_common.dtype, default="float32", help="(float32)")
+    add(
+        "-d",
+        "--datatype",
+        type=_common.dtype,
+        default="float32",
+        help="dtype of the elements (float32)",
+    )
     add("-r", "--root", type=_common.natural, default=0, help="(0)")
     add("--out-of-place", action="store_true", help="instead of in place")
     add("--symmetric", action="store_true", help="arrays from Communicator.empty")
@@ -162,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
         _common.check_used([args.collective], root=args.root, op=args.op)
         sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
         if args.png and importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--png needs matplotlib: pip install collectives[plot]")
+            raise ConfigError("--png needs matplotlib: pip install matplotlib")
         if args.png and args.collective == "barrier":
             raise ConfigError("--png draws times over sizes; a barrier has none")
         _common.check_device(args)

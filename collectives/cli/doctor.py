@@ -21,8 +21,9 @@ EXAMPLES = """\
 examples:
   python -m collectives doctor
   mkdir -p /tmp/dumps
-  COLLECTIVES_DUMP=/tmp/dumps python -m collectives run -n 4 train.py     then, when it is stuck,
-  pkill -USR1 -f train.py; python -m collectives doctor /tmp/dumps/*.json
+  COLLECTIVES_DUMP=/tmp/dumps python -m collectives run -n 4 train.py &
+  # when it is stuck, in the same shell:
+  kill -USR1 $!; sleep 1; python -m collectives doctor /tmp/dumps/*.json
 """
 
 

@@ -33,7 +33,7 @@ EXAMPLES = """\
 examples:
   python -m collectives explain all_reduce --bytes 64M --ranks 8 --nodes 2
   python -m collectives explain all_reduce --bytes 64M --datatype bfloat16 --ranks 4 --measure
-  python -m collectives explain all_gather --bytes 64K --ranks 4 --transport mpi
+  python -m collectives explain all_gather --bytes 64K --ranks 4 --nodes 4 --transport mpi
   python -m collectives explain all_reduce --bytes 1M --ranks 2 --measure
   mpirun -n 2 python -m collectives explain all_reduce --bytes 1M --measure
   python -m collectives explain all_reduce --bytes 1M --ranks 8 --device cuda
@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transport",
         type=_common.one_of("transport", TRANSPORTS),
-        help="threads, shm, mpi or shm+mpi; by itself what would be used for these nodes",
+        help="threads, shm, mpi or shm+mpi; by itself what would be used for these nodes. mpi "
+        "without --nodes or --node: each rank on a node of its own; --nodes 1: all on one, as with "
+        "COLLECTIVES_TRANSPORT=mpi on one machine",
     )
     _common.add_device(parser)
     parser.add_argument("--measure", action="store_true", help="run every algorithm, on real ranks")

@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", type=number, help="ranks of a node, for --hybrid")
     parser.add_argument("--hybrid", action="store_true", help="share within nodes alone")
     parser.add_argument(
-        "--precision", type=_common.one_of("precision", BYTES), default="bf16", help="(bf16)"
+        "--precision",
+        type=_common.one_of("precision", BYTES),
+        default="bf16",
+        help=f"of parameters and gradients: {', '.join(BYTES)} (bf16)",
     )
     parser.add_argument(
         "--reduce",
@@ -42,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype in which gradients are held and reduced (--precision)",
     )
     parser.add_argument(
-        "--optimizer", type=_common.one_of("optimizer", STATES), default="adam", help="(adam)"
+        "--optimizer",
+        type=_common.one_of("optimizer", STATES),
+        default="adam",
+        help=f"{', '.join(STATES)} (adam)",
     )
     parser.add_argument(
         "--no-master-weights",
@@ -171,7 +177,7 @@ def _draw(job: Job, stages: list[Stage], path: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--png needs matplotlib: pip install 'collectives[plot]'") from None
+        raise ValueError("--png needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -113,7 +113,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--bucket",
         type=_quantity,
-        help='bytes of a bucket of gradients ("25 MiB")',
+        help="bytes of a bucket of gradients (25 MiB)",
     )
     add(
         "--mfu",

@@ -31,6 +31,9 @@ _KNOWN = {
 }
 _SMALL_SHM = 1 << 30  # bytes; the default of containers is 64 MiB, and torch and MPI want more
 _OLD = 60.0  # seconds after which a segment that nobody has open counts as left over
+# The namespaces that the kernel begins with, those of the host: their numbers are fixed
+# (PROC_PID_INIT_INO and PROC_IPC_INIT_INO in its linux/proc_ns.h).
+_FIRST = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 _FILES = 1024
 _WANTED_FILES = 65536
 
@@ -220,6 +223,11 @@ def _try(body: Callable[[], None]) -> bool:
     return os.waitpid(_child(body), 0)[1] == 0
 
 
+def in_container() -> bool:
+    """Does this process see the marks of a container?"""
+    return any(Path(f).exists() for f in ("/.dockerenv", "/run/.containerenv"))
+
+
 def namespaces(place: Place) -> Iterator[Finding]:
     own, others = {}, {}
     for name in ("pid", "ipc"):
@@ -227,9 +235,12 @@ def namespaces(place: Place) -> Iterator[Finding]:
             own[name] = os.readlink(place.proc / "self/ns" / name)
             others[name] = os.readlink(place.proc / "1/ns" / name)
     apart = [name for name in own if others.get(name, own[name]) != own[name]]
-    contained = any(Path(f).exists() for f in ("/.dockerenv", "/run/.containerenv"))
+    contained = in_container()
     words = ", ".join(f"{name} {link.partition(':')[2].strip('[]')}" for name, link in own.items())
-    if apart or contained:
+    if contained and own == _FIRST:
+        words = f"in a container, but in the host's pid and ipc namespaces ({words})"
+        yield Finding("ok", "namespaces", words)
+    elif apart or contained:
         yield Finding(
             "advice",
             "namespaces",

@@ -123,9 +123,7 @@ def read(path: str | Path, name: str) -> Section:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(
-            "topology files need PyYAML: pip install 'collectives[simulate]'"
-        ) from None
+        raise ConfigError("topology files need PyYAML: pip install pyyaml") from None
     file = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")

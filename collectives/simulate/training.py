@@ -483,7 +483,7 @@ def table() -> Table:
             Column("comm.", "", 9),
             Column("exposed", "", 9),
             Column("efficiency", "%", 10),
-            Column("algorithms", "", 34),
+            Column("algorithms", "", 34, left=True),
         ]
     )
 

@@ -26,6 +26,8 @@ from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
 from .work import CompletedWork, JoinedWork, PendingWork
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
+_ALONE = key_of("a group of one rank")
+_alone = itertools.count()  # such groups
 
 
 class BaseGroup(dist.ProcessGroup):
@@ -54,7 +56,8 @@ class BaseGroup(dist.ProcessGroup):
         # do not, so its completer is given calls that have ended.
         self.completer = Completer()
         self.callback_completer = Completer()
-        self._key = key_of(name)
+        # Groups of one rank that correspond have other names on other ranks.
+        self._key = key_of(name) if self._size > 1 else mix(_ALONE, next(_alone))
         self._barriers = itertools.count()
         self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
@@ -166,7 +169,7 @@ class BaseGroup(dist.ProcessGroup):
         with shown(call.title):
             if call.device is not None:
                 return self._make_on_gpu(call, call.device, outputs, opts)
-            key = next_key()
+            key = next_key(self._key)
             if key is not None and self._size > 1:
                 return self._hand_over(
                     [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
@@ -176,7 +179,9 @@ class BaseGroup(dist.ProcessGroup):
                     self._main.call(step)
                 if call.finish is not None:
                     call.finish()
-                return self._note(CompletedWork(outputs))
+                if key is None:
+                    key = mix(self._key, self._main.calls)
+                return self._note(CompletedWork(outputs, key))
             return self._submit(self._main, call, outputs)
 
     def _submit(self, track: MainTrack, call: Call, outputs: Any) -> PendingWork:

@@ -296,6 +296,7 @@ class CollectivesGroup(Transfers, BaseGroup):
             expect("all_gather: output", output.numel(), tensor.numel() * self._size)
             number, times = moved(tensor)
             source, target = call.source(tensor), call.target(output)
+            source = _apart(call, source, target, output.numel(), self._rank * source.numel())
             self._add(
                 call, "all_gather", number, source, target, out_blocks=tensor.numel() * times,
                 nbytes=output.nbytes,
@@ -436,6 +437,15 @@ class CollectivesGroup(Transfers, BaseGroup):
         return self._make(call, list(outputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Behind what is on torch's current stream of the group's GPU, and of those in
+        `device_ids`: the host waits for that, also if the barrier is asynchronous.
+        """
+        engine = self._main.comm._device
+        ordinals = set() if engine is None else {engine.device}
+        if torch.cuda.is_initialized():
+            ordinals.update(getattr(opts, "device_ids", None) or ())
+        for ordinal in ordinals:
+            torch.cuda.current_stream(ordinal).synchronize()
         call = Call(None)
         call.steps.append(Step("barrier", 0, 0, 0))
         limit = getattr(opts, "timeout", timeout)
@@ -510,6 +520,8 @@ class CollectivesGroup(Transfers, BaseGroup):
         elif even:
             raise ArrayError(f"{collective}: outputs have {lengths} elements; all must be equal")
         source, target = call.source(tensor), call.target_of(blocks)
+        before = sum(lengths[: self._rank])
+        source = _apart(call, source, target, sum(lengths) // times, before // times)
         self._add(
             call, collective, number, source, target, root=root,
             out_blocks=lengths[0] if even else lengths,
@@ -554,6 +566,18 @@ class CollectivesGroup(Transfers, BaseGroup):
 # allreduce_coalesced copies tensors together up to this many bytes: a call costs some 5 us, and
 # copying there and back costs about 0.5 us a KiB.
 _PACK_BELOW = 64 << 10
+
+
+def _apart(call: Call, source: Tensor, target: Tensor, count: int, before: int) -> Tensor:
+    """The source of a gather into `count` elements at `target`, of which this rank's come after
+    `before`. A copy if it lies where others' come, which may be there before it is read.
+    """
+    size, at, begin = source.element_size(), source.data_ptr(), target.data_ptr()
+    meets = begin < at + source.nbytes and at < begin + count * size
+    if meets and at != begin + before * size:
+        source = source.clone()
+        call.keep.append(source)
+    return source
 
 
 def _same_dtype(what: str, output: Tensor, tensor: Tensor) -> None:

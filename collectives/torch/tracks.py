@@ -62,19 +62,22 @@ def key_of(name: str) -> int:
 
 
 class _Scope(threading.local):
-    key: int | None = None
-    calls = 0
+    def __init__(self) -> None:
+        self.key: int | None = None
+        self.calls: dict[int, int] = {}  # by the key of the group
 
 
 _scope = _Scope()
 
 
-def next_key() -> int | None:
-    """The key of the call that this thread makes now; None outside of callbacks."""
+def next_key(group: int) -> int | None:
+    """The key of the call that this thread makes now on a group, which has a key; None outside of
+    callbacks. A callback's calls are counted for each group: not all ranks are in all groups.
+    """
     if _scope.key is None:
         return None
-    _scope.calls += 1
-    return mix(_scope.key, _scope.calls)
+    number = _scope.calls[group] = _scope.calls.get(group, 0) + 1
+    return mix(mix(_scope.key, group), number)
 
 
 def in_callback() -> bool:
@@ -90,7 +93,7 @@ class Callback:
 
     def __enter__(self) -> None:
         self._outer = _scope.key, _scope.calls
-        _scope.key, _scope.calls = self._key, 0
+        _scope.key, _scope.calls = self._key, {}
 
     def __exit__(
         self,

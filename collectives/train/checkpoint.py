@@ -50,7 +50,7 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError:
         raise UnsupportedError(
-            "checkpoints are kept in the safetensors format: pip install 'collectives[train]'"
+            "checkpoints are kept in the safetensors format: pip install safetensors"
         ) from None
     return safetensors
 

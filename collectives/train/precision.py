@@ -99,6 +99,9 @@ class LossScale:
                 )
 
     def update(self, overflow: bool) -> None:
+        """Called once for each step: halves the scale, down to `least`, if gradients overflowed;
+        doubles it after `interval` steps in a row in which none did.
+        """
         if overflow:
             self.scale = max(self.least, self.scale / 2)
             self.good = 0

@@ -218,7 +218,8 @@ class Method {
     const py::object group = group_();
     if (group.is_none()) throw std::runtime_error("the process group is gone");
     Asked asked;
-    if (named.empty() && read(arguments, &asked) && group.attr("_coalesced").is_none())
+    if (named.empty() && read(arguments, &asked) && group.attr("_coalesced").is_none() &&
+        !in_the_way(group, asked))
       if (const std::shared_ptr<const Plan> plan = plan_for(group, asked)) return put(*plan, asked);
     return slow_(group, *arguments, **named);
   }
@@ -226,6 +227,17 @@ class Method {
  private:
   using Key = std::tuple<c10::DeviceIndex, bool, c10::StreamId, at::ScalarType,
                          c10d::ReduceOp::RedOpType, std::int64_t, std::int64_t>;
+
+  // Does the source of a gather lie where other ranks' come, and not where its own does?
+  bool in_the_way(const py::object& group, const Asked& asked) const {
+    if (kind_.type != c10d::OpType::_ALLGATHER_BASE) return false;
+    const auto* const target = static_cast<const char*>(asked.target.data_ptr());
+    const auto* const source = static_cast<const char*>(asked.source.data_ptr());
+    const auto bytes = static_cast<std::ptrdiff_t>(asked.source.nbytes());
+    const auto all = static_cast<std::ptrdiff_t>(asked.target.nbytes());
+    if (source >= target + all || target >= source + bytes) return false;
+    return source - target != group.attr("_rank").cast<std::ptrdiff_t>() * bytes;
+  }
 
   std::shared_ptr<const Plan> plan_for(const py::object& group, const Asked& asked) {
     const c10::Device device = asked.target.device();

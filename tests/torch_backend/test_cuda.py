@@ -37,6 +37,7 @@ CHECKS = (
     "sends_and_receives",
     "calls_follow_the_current_stream",
     "waiting_does_not_block_the_host",
+    "a_barrier_waits_for_the_gpu",
     "memory_lives_until_the_call_has_ended",
     "tensors_outlive_their_group",
     "another_gpu_may_be_current",

@@ -196,6 +196,17 @@ def test_a_call_that_torch_waits_for_goes_on_the_current_stream(gpu: Any, group:
     assert [line.partition(" waits")[0] for line in gpu.said()] == ["stream 5"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gather_out_of_another_place_goes_the_long_way(gpu: Any, group: Any, rank: int) -> None:
+    group._rank = rank
+    gather, output = group.method("all_gather"), tensor(gpu, 8)
+    for begin in (0, 2, 4):
+        given = gpu.there(output.on_host[begin : begin + 4])
+        assert given.data_ptr() == output.data_ptr() + 4 * begin
+        gather(output, given, AllgatherOptions())
+    assert len(group.slow_calls) == 2 and len(group.taken) == 1
+
+
 def test_a_plan_of_a_call_on_the_current_stream_is_of_that_stream(gpu: Any, group: Any) -> None:
     """It may be one beside another, or not."""
     method, x = group.method("all_reduce"), tensor(gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from with_torch import torch
 from collectives import _core
 from collectives.array import Stream
 from collectives.torch import base, streams, tensors, tracks
+from collectives.torch.group import CollectivesGroup
 from collectives.torch.tracks import Step
 
 pytestmark = pytest.mark.torch
@@ -178,7 +180,7 @@ def test_a_call_in_a_callback_of_a_future_has_no_key(log: Log) -> None:
     made._make_on_gpu = partial(base.BaseGroup._make_on_gpu, made)
     with tracks.Callback(5):
         base.BaseGroup._make(made, a_call(log, []), [], SimpleNamespace(asyncOp=True))
-        assert tracks.next_key() == tracks.mix(5, 1)
+        assert tracks.next_key(1) == tracks.mix(tracks.mix(5, 1), 1)
 
 
 def test_wait_makes_the_stream_wait_that_is_current_then(log: Log) -> None:
@@ -216,6 +218,25 @@ def test_a_future_is_completed_on_the_stream_of_its_call(
         f"main: future on {[DEVICE]}",
         f"side of 1: complete with {[x]}",
     ]
+
+
+def test_a_barrier_comes_behind_what_is_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def current_stream(ordinal: int) -> Any:
+        return SimpleNamespace(synchronize=lambda: said.append(f"GPU {ordinal}"))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    main = SimpleNamespace(comm=SimpleNamespace(_device=None))
+    made = SimpleNamespace(_main=main, _make=lambda *_: said.append("barrier"))
+    CollectivesGroup.barrier(made)  # no GPU was used
+    main.comm._device = SimpleNamespace(device=1)
+    CollectivesGroup.barrier(made)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    opts = torch.distributed.BarrierOptions()
+    opts.device_ids, opts.timeout = [1, 2], timedelta(0)
+    CollectivesGroup.barrier(made, opts)
+    assert said == ["barrier", "GPU 1", "barrier", "GPU 1", "GPU 2", "barrier"]
 
 
 def test_tensors_that_are_recorded() -> None:

@@ -37,6 +37,11 @@ def test_every_call(n: int) -> None:
     assert "all checks passed" in result.expect(status=0).output
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_gathers_out_of_their_own_output(n: int) -> None:
+    assert "all checks passed" in ranks(n, "places.py").expect(status=0).output
+
+
 def test_functional_calls() -> None:
     assert "all checks passed" in ranks(3, "functional.py").expect(status=0).output
 

@@ -108,6 +108,68 @@ def callbacks_on_two_groups() -> None:
 
 
 @check
+def callbacks_that_call_on_a_group_of_some_ranks() -> None:
+    """Before they call on all: those outside of it have made one call less."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    some = dist.new_group(range(n - 1))
+
+    def both(future: Any) -> Any:
+        if rank < n - 1:
+            dist.all_reduce(torch.ones(1), group=some)
+        dist.all_reduce(x := torch.ones(4))
+        return x
+
+    for end in [start_call(1.0).then(both) for _ in range(5)]:
+        same(end.wait(), [float(n)] * 4)
+
+
+@check
+def callbacks_of_calls_on_two_groups_in_one_callback() -> None:
+    """They follow from the first call on either, and are not each other's."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    other = dist.new_group()
+
+    def call(value: float, group: Any = None) -> Any:
+        x = torch.full((4,), value)
+        return dist.all_reduce(x, group=group, async_op=True).get_future()
+
+    def later(value: float, first: bool) -> Any:
+        def next_call(future: Any) -> Any:
+            time.sleep(0.01 * (first == (rank == 0)))
+            return call(value).wait()[0]
+
+        return next_call
+
+    def both(future: Any) -> Any:
+        ends = call(1.0).then(later(1.0, True)), call(1.0, other).then(later(100.0, False))
+        return [end.wait() for end in ends]
+
+    for one, hundred in [start_call(1.0).then(both).wait() for _ in range(3)]:
+        same(one, [float(n)] * 4)
+        same(hundred, [100.0 * n] * 4)
+
+
+@check
+def callbacks_of_groups_of_one_rank() -> None:
+    """Their calls match by the call that they follow from, whichever comes first."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(n)][rank]
+    for round in range(3):
+
+        def later(i: int, round: int = round) -> Any:
+            def call(future: Any) -> Any:
+                time.sleep(0.003 * ((i + rank + round) % 4))
+                dist.all_reduce(x := torch.full((4,), 10.0**i))
+                return x
+
+            future = dist.all_reduce(torch.ones(1), group=alone, async_op=True).get_future()
+            return future.then(call)
+
+        for i, end in enumerate([later(i) for i in range(4)]):
+            same(end.wait(), [n * 10.0**i] * 4)
+
+
+@check
 def a_callback_that_ends_its_thread() -> None:
     """Who waits for what follows from it is told."""
 

@@ -246,6 +246,16 @@ def waiting_does_not_block_the_host() -> None:
 
 
 @on_gpu
+def a_barrier_waits_for_the_gpu() -> None:
+    dist.all_reduce(torch.ones(1, device=DEVICE))
+    torch.cuda._sleep(LONG)
+    before = torch.cuda.Event()
+    before.record()
+    dist.barrier()
+    assert before.query(), "the host did not wait for the GPU"
+
+
+@on_gpu
 def memory_lives_until_the_call_has_ended() -> None:
     """Inputs that are dropped at once, whose memory the allocator would give to the next tensor."""
     count = 1 << 18
