@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -121,21 +122,24 @@ class InFlight:
         self._core = core
         self._held: list[Held] = []
         self._limit = 16  # entries at which those that are done are sorted out
+        self._lock = threading.Lock()  # a collective and a send may come from two threads
 
     def hold(self, arrays: tuple[Any, ...]) -> Held:
         """Until what the caller sets as its `done` is true, or the Work has seen that it is."""
-        if len(self._held) >= self._limit and not self._core.lends:
-            self._held = [held for held in self._held if held.arrays is not None]
-            self._held = [held for held in self._held if not held.done()]
-            self._limit = max(16, 2 * len(self._held))
         held = Held(arrays)
-        self._held.append(held)
+        with self._lock:
+            if len(self._held) >= self._limit and not self._core.lends:
+                self._held = [one for one in self._held if one.arrays is not None]
+                self._held = [one for one in self._held if not one.done()]
+                self._limit = max(16, 2 * len(self._held))
+            self._held.append(held)
         return held
 
     def forget(self) -> None:
-        if self._core.lends:
-            self._lent.extend(self._held)
-        self._held.clear()
+        with self._lock:
+            if self._core.lends:
+                self._lent.extend(self._held)
+            self._held.clear()
 
 
 class Spanned(Work):

@@ -190,10 +190,7 @@ void bind_schedules(py::module_& m) {
       .def(
           "check_deadlock",
           [](const Schedule& s, int depth, const std::string& order) {
-            std::vector<RankProgram> ranks;
-            for (int r = 0; r < s.world.nranks; ++r)
-              ranks.push_back(lower(s, r, order == "rank" ? Order::rank : Order::any));
-            check_deadlock(ranks, depth);
+            check_deadlock(lower_all(s, order == "rank" ? Order::rank : Order::any), depth);
           },
           py::arg("depth") = 1, py::arg("order") = "any");
   m.def(

@@ -264,11 +264,12 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
             [&] { return work->done() || ended_.load(std::memory_order_acquire) != before; },
             [] { return Where{"earlier asynchronous calls"}; });
       }
-    } catch (const std::exception& error) {
-      // The caller's arrays go when this returns, so the queue must have left the call by then: it
-      // does at once, as all calls raise from here on.
-      leave_path(ErrorKind::aborted, error.what());
-      work->wait(-1);
+    } catch (const Error& error) {
+      leave_queued(*work, error);
+      if (work->error()) throw;
+      return;  // it had ended well when this thread heard of what came after it
+    } catch (const std::exception& error) {  // a signal handler's exception
+      leave_queued(*work, error);
       throw;
     }
     if (work->error()) std::rethrow_exception(work->error());
@@ -278,6 +279,13 @@ void Communicator::run(const Call& call, const Options& options, bool lengthy) {
   const Lengthy scope(lengthy ? this : nullptr);
   ++issued_;
   execute(call, options);
+}
+
+// The caller's arrays go when `run` returns, so the queue must have left the call by then: it does
+// at once, as all calls raise from here on.
+void Communicator::leave_queued(Work& work, const std::exception& error) {
+  leave_path(ErrorKind::aborted, error.what());
+  work.wait(-1);
 }
 
 void Communicator::execute(const Call& call, const Options& options) {

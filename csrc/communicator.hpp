@@ -303,6 +303,7 @@ class Communicator : public Watch {
   [[noreturn]] void raise_told(const std::string& doing);
   [[noreturn]] void raise_broken(const std::string& place);
   bool time_to_look(std::chrono::steady_clock::time_point now);
+  void leave_queued(Work& work, const std::exception& error);
   void execute(const Call& call, const Options& options);
   void run_recorded(const Call& call, const Options& options);
   void note_error(const char* kind, const std::string& text, int peer);

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import cases
 import launch
@@ -18,6 +19,7 @@ from cases import Case
 from worlds import outcomes, wait_until
 
 import collectives as cc
+from collectives.work import InFlight
 
 
 def ones(count=12):
@@ -567,3 +569,22 @@ def test_signals_are_for_the_threads_of_the_program():
     before, started = threads(), []
     cc.run_threads(2, body, timeout=20)
     assert len(started) == 2
+
+
+def test_calls_of_two_threads_are_all_kept():
+    """While one sorts out what is done, another waits: it would be forgotten."""
+    sorting, go_on = threading.Event(), threading.Event()
+    in_flight = InFlight(SimpleNamespace(lends=False))
+    in_flight.hold(("first",)).done = lambda: sorting.set() or not go_on.wait(20)
+    in_flight._limit = 1
+    threads = [threading.Thread(target=in_flight.hold, args=((name,),)) for name in "ab"]
+    threads[0].start()
+    assert sorting.wait(20)
+    in_flight._limit = 16
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(held.arrays[0] for held in in_flight._held) == ["a", "b", "first"]

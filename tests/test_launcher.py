@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,45 @@ def test_ranks_end_where_nobody_takes_what_they_write(launch, full):
     assert "BrokenPipeError" in err  # of the ranks
     assert ("writes cannot be passed on: No space left on device" in err) is full
     assert "Exception" not in err
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_what_ranks_have_written_is_passed_on_however_slowly_it_is_read(blocks):
+    """Also long after they have ended, and into a pipe that does not block."""
+    reader, target = os.pipe()
+    os.set_blocking(target, blocks)
+    source, into = os.pipe()
+    printer = launcher._Printer(os.fdopen(source, "rb"), target, 3, threading.Lock())
+    printer.start()
+    ranks = threading.Thread(target=write_all, args=(into, b"twelve bytes" * 2000))
+    ranks.start()
+    ending = threading.Thread(target=printer.finish, args=(time.monotonic(), 0.1))
+    ending.start()
+    ending.join(0.5)
+    assert ending.is_alive()  # 24 KiB a line, of which a pipe takes two or three
+    with os.fdopen(reader, "rb") as lines:
+        got = [lines.readline() for _ in range(20)]
+    ending.join(20)
+    assert not ending.is_alive() and got == [b"[3] " + b"twelve bytes" * 2000 + b"\n"] * 20
+    ranks.join()
+    os.close(target)
+
+
+def write_all(into, line):
+    with os.fdopen(into, "wb") as file:
+        file.writelines([line + b"\n"] * 20)
+
+
+def test_a_pipe_that_something_keeps_open_is_not_waited_for():
+    source, into = os.pipe()
+    printer = launcher._Printer(os.fdopen(source, "rb"), 2, 3, threading.Lock())
+    printer.start()
+    began = time.monotonic()
+    printer.finish(began, 0.2)
+    assert 0.2 <= time.monotonic() - began < 10 and printer.is_alive()
+    os.close(into)
+    printer.join(20)
+    assert not printer.is_alive()
 
 
 def test_nodes_and_timeout(launch):

@@ -139,7 +139,7 @@ def test_training_command(capsys):
     ]
     shares = re.findall(r" (\d+\.\d) +[a-z_]{4}", out)
     assert len(shares) == len(rows) and all(0 < float(share) <= 100 for share in shares)
-    assert "hierarchical(direct_two_shot, halving_doubling)" in out
+    assert "hierarchical(direct_two_shot, direct_two_shot)" in out
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -173,7 +174,7 @@ class _Job:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._ranks: list[_Rank] = []
-        self._printers: list[threading.Thread] = []
+        self._printers: list[_Printer] = []
         self._status: int | None = None
         # What the launcher was told to ignore, as by nohup, its ranks ignore too.
         heard = (s for s in _PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN)
@@ -231,9 +232,9 @@ class _Job:
             for started in self._ranks:
                 started.reap()
             server.stop(seconds=0)
-            end = time.monotonic() + _GRACE
+            ended = time.monotonic()
             for printer in self._printers:
-                printer.join(max(0.0, end - time.monotonic()))
+                printer.finish(ended, _GRACE)
         if args.keep_going and self._status is None:
             worst = next((code for code in codes if code), 0)
             return 0 if 0 in codes else worst if worst > 0 else 128 - worst
@@ -378,8 +379,7 @@ class _Job:
                 if source is not None:
                     closed = target is None  # by who started this
                     into = os.open(os.devnull, os.O_WRONLY) if closed else target.fileno()
-                    arguments = (source, into, rank.rank, lock)
-                    printer = threading.Thread(target=_print, args=arguments, daemon=True)
+                    printer = _Printer(source, into, rank.rank, lock)
                     printer.start()
                     self._printers.append(printer)
 
@@ -397,21 +397,51 @@ def _before_exec(parent: int, mask: Set[int]) -> Callable[[], None]:
     return prepare
 
 
-def _print(source: IO[bytes], target: int, rank: int, lock: threading.Lock) -> None:
+class _Printer(threading.Thread):
     """Passes on what a rank writes. Where that fails the rank's own writing fails too, as it would
     without labels: a pipe that nobody reads would stop it for ever.
     """
-    with source:
-        try:
-            for line in source:
-                rest = memoryview(f"[{rank}] ".encode() + line.rstrip(b"\n") + b"\n")
-                with lock:
-                    while rest:
-                        rest = rest[os.write(target, rest) :]
-        except BrokenPipeError:
-            pass  # the reader of our output, such as `head`, has seen enough
-        except OSError as error:
-            _tell(f"what rank {rank} writes cannot be passed on: {error.strerror}")
+
+    def __init__(self, source: IO[bytes], target: int, rank: int, lock: threading.Lock) -> None:
+        super().__init__(name=f"collectives: what rank {rank} writes", daemon=True)
+        self._source = source
+        self._target = target
+        self._rank = rank
+        self._lock = lock
+        self._writes = False
+        self._moved = time.monotonic()
+
+    def run(self) -> None:
+        with self._source:
+            try:
+                for line in self._source:
+                    self._writes = True
+                    with self._lock:
+                        self._pass_on(f"[{self._rank}] ".encode() + line.rstrip(b"\n") + b"\n")
+                    self._moved, self._writes = time.monotonic(), False
+            except BrokenPipeError:
+                pass  # the reader of our output, such as `head`, has seen enough
+            except OSError as error:
+                _tell(f"what rank {self._rank} writes cannot be passed on: {error.strerror}")
+
+    def finish(self, ended: float, seconds: float) -> None:
+        """Waits until all is passed on, however slowly that is read; or until nothing has come for
+        so long since the ranks `ended`: a process that one of them started keeps the pipe open.
+        """
+        while self.is_alive():
+            self.join(0.05)
+            if not self._writes and time.monotonic() - max(self._moved, ended) > seconds:
+                return
+
+    def _pass_on(self, text: bytes) -> None:
+        rest = memoryview(text)
+        while rest:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:  # whoever started this reads later
+                ready = select.poll()
+                ready.register(self._target, select.POLLOUT)
+                ready.poll()
 
 
 def _end_in_words(code: int) -> str:

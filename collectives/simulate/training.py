@@ -46,6 +46,7 @@ _INSTEAD = {
     "all_reduce": ("hierarchical(direct_two_shot, double_binary_tree)",),
     "all_gather": ("hierarchical(direct_two_shot, bruck)",),
 }
+_DIRECT = ("hierarchical(direct_two_shot, direct_two_shot)",)  # few steps for any number of nodes
 _RESIDUE = 1e-9  # of a step: what sums of its times are off by is no time
 _MOST_CALLS = 1_000_000  # of a step: seconds, and 100 MB
 SHARDINGS = ("ddp", "zero-1", "zero-2", "zero-3", "hybrid")
@@ -219,7 +220,7 @@ def _worthwhile(collective: str, topology: Topology) -> list[str]:
         name
         for name in candidates(collective, topology)
         if name.startswith("hierarchical" if several else ("direct_two_shot", "halving", "ring"))
-        and ("ring" in name or "halving" in name or not several)
+        and (not several or "ring" in name or "halving" in name or name in _DIRECT)
     ]
     return names or candidates(collective, topology)
 
