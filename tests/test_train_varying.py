@@ -119,6 +119,31 @@ def test_ranks_differ_where_they_may_not(static):
         assert "in different orders" in str(error) and "find_unused=True" in str(error)
 
 
+def test_calls_of_the_function_between_parameters_that_all_use_alike():
+    """After a pass in which they did not: nobody waits in a gather that another is not to make."""
+
+    def body(comm, stage):
+        own, step = comm.duplicate(), [0]
+
+        def reads(params, batch, emit):
+            first = step[0] == 0
+            names = NAMES[::-1] if first and comm.rank else NAMES
+            values = {}
+            for name in names:
+                values[name] = params[name]
+                if not first:
+                    own.all_reduce(np.ones(1))
+            for name in reversed(NAMES):
+                emit(name, values[name] + batch.mean())
+            step[0] += 1
+            return 1.0
+
+        return trained(comm, stage, reads, [np.ones(2)] * 4, find_unused=True)
+
+    found = [cc.run_threads(2, body, stage, timeout=10) for stage in (2, 3)]
+    assert found[0] == found[1]
+
+
 def mixture(torch):
     """A module of experts, each of which some batches go to, and two heads."""
 

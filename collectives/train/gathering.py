@@ -129,7 +129,8 @@ class Gatherer:
         work = self._works.pop(index, None)
         if work is not None:
             work.wait()
-        ahead = self._expected()
+        # Where ranks differ, one that fetched ahead would wait for another that need not come.
+        ahead = None if self._varies else self._expected()
         if ahead is not None and ahead not in self._resident and not self._works:
             self._evict(index)
             self._launch(ahead)
