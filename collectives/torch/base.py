@@ -179,9 +179,9 @@ class BaseGroup(dist.ProcessGroup):
                     self._main.call(step)
                 if call.finish is not None:
                     call.finish()
-                if key is None:
-                    key = mix(self._key, self._main.calls)
-                return self._note(CompletedWork(outputs, key))
+                if key is not None:
+                    return self._note(CompletedWork(outputs, key))
+                return self._note(CompletedWork(outputs, self._key, self._main.calls))
             return self._submit(self._main, call, outputs)
 
     def _submit(self, track: MainTrack, call: Call, outputs: Any) -> PendingWork:

@@ -14,7 +14,7 @@ import torch.futures
 
 from ..errors import DeadlineError
 from .futures import Future, as_future_error
-from .tracks import Job
+from .tracks import Job, mix
 
 if TYPE_CHECKING:
     from .. import _core
@@ -60,12 +60,15 @@ def for_future(outputs: Any) -> Any:
 
 
 class CompletedWork(dist.Work):
-    """A call that was over before it returned. `key` as in PendingWork."""
+    """A call that was over before it returned. `key` as in PendingWork; with a `number`, that of
+    what follows from it under this number, which is made when it is asked for.
+    """
 
-    def __init__(self, outputs: Any, key: int = 0) -> None:
+    def __init__(self, outputs: Any, key: int = 0, number: int | None = None) -> None:
         super().__init__()
         self._outputs = outputs
         self._key = key
+        self._number = number
         self._future: Future | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -73,7 +76,8 @@ class CompletedWork(dist.Work):
 
     def get_future(self) -> Future:
         if self._future is None:
-            self._future = Future(self._key)
+            number = self._number
+            self._future = Future(self._key if number is None else mix(self._key, number))
             self._future.set_result(for_future(self._outputs))
         return self._future
 
