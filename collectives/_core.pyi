@@ -362,6 +362,14 @@ _Blocks: TypeAlias = int | tuple[int] | list[int] | tuple[list[int], list[int]] 
 class _AllReduceInPlace(Protocol):
     def __call__(self, x: Any, /) -> bool: ...
 
+class _Plain(Protocol):
+    def __call__(
+        self, collective: int, x: Any, out: Any, op: int, root: int, algorithm: int | None, /
+    ) -> bool: ...
+
+class _Choose(Protocol):
+    def __call__(self, collective: int, choices: list[tuple[int, int]], /) -> None: ...
+
 class _Call(Protocol):
     def __call__(
         self,
@@ -483,15 +491,19 @@ class Communicator:
     def forget_plans(self) -> None: ...
     def intern(self, algorithm: str, /) -> int: ...
     def define(self, algorithm: str, schedule: Schedule, /) -> None: ...
-    def caller(
-        self, all_reduce_choice: Sequence[tuple[int, int]], /
-    ) -> tuple[_AllReduceInPlace, _Call, _Submit]:
-        """sum, call and submit: plain functions, bound to this communicator.
+    def caller(self) -> tuple[_AllReduceInPlace, _Plain, _Choose, _Call, _Submit]:
+        """sum, plain, choose, call and submit: plain functions, bound to this communicator.
 
-        all_reduce_choice  (limit in bytes, number of the algorithm), by rising limit
+        sum(x[, out]) sums plain buffers; False, and nothing done, for anything else.
 
-        sum(x[, out]) sums plain buffers; False, and nothing done, for anything
-        else. Algorithm -1 is the core's own choice.
+        plain(collective, x, out, op, root, algorithm) makes any call by numbers, None for an array
+        that it lacks, if its arrays are contiguous ones of numpy of a dtype that numpy has, and lie
+        as the collective needs; False, and nothing done, for anything else, which the general path
+        judges.
+
+        choose(collective, choices) says which algorithms serve these two where none is named:
+        (limit in bytes, number of the algorithm), by rising limit. Until then they answer False.
+        Algorithm -1 is the core's own choice.
         """
     def end_queue(self) -> None: ...
     def close(self) -> None: ...

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from . import _core
 from .array import Stream, View, finish, new_like, stream_of
 from .device import DeviceEngine, DeviceWork, beside, device_of, view, wait_for
@@ -51,12 +53,20 @@ ANY_PAIR = 1 << 62
 COLLECTIVES = {name: i for i, name in enumerate(_core.collectives)}
 DTYPES = {name: i for i, name in enumerate(_core.dtypes)}
 OPS = {name: i for i, name in enumerate(_core.ops)}
+_OPS_WITHOUT_FACTOR = {name: i for name, i in OPS.items() if name != "premul_sum"}
 ORDERS = {None: 0, "any": 0, "rank": 1}  # of sums
 # Where a call's arguments to the core have the addresses of its input and output, and its order.
 _SOURCE, _TARGET, _ORDER = 4, 5, 10
 
 # What `_op` answers for ops without a factor, once it was asked.
 _PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
+
+
+def room(out: Any, x: Any, shape: tuple[int, ...] | None) -> Any:
+    """`out`, or an array of that shape like x, if x is numpy's; None if neither can be."""
+    if out is not None or shape is None or type(x) is not np.ndarray:
+        return out
+    return np.empty(shape, x.dtype)
 
 
 class Calls:
@@ -70,6 +80,8 @@ class Calls:
     # The core's end, and its functions: see `Communicator.caller` in _core.pyi.
     _core: Core
     _fast_sum: Callable[..., bool]
+    _plain: Callable[[int, Any, Any, int, int, int | None], bool]
+    _choose: Callable[[int, list[tuple[int, int]]], None]
     _call: Callable[..., None]
     _submit: Callable[..., Any]
 
@@ -129,6 +141,7 @@ class Calls:
                     for c in self._tuner.table(collective)
                 ]
             self._choices[collective] = table
+            self._choose(COLLECTIVES[collective], table)
         return table
 
     def _algorithm(self, collective: str, nbytes: int, algorithm: str | None, root: int = 0) -> int:
@@ -139,6 +152,41 @@ class Calls:
         return self._intern(algorithm, collective, root)
 
     # ---- running ---------------------------------------------------------------------------------
+
+    def _at_once(
+        self,
+        collective: str,
+        x: Any,
+        out: Any,
+        algorithm: str | None,
+        *,
+        op: Any = "sum",
+        root: Any = 0,
+    ) -> bool:
+        """Makes a call on plain arrays of numpy. False, and nothing done, if they are none, if a
+        group is open, or what is named was not looked at before: that is for the general path.
+        """
+        if self._group is not None or type(op) is not str or type(root) is not int:
+            return False
+        forced = None
+        if algorithm is not None and algorithm != "auto":
+            forced = self._forced.get((algorithm, collective, root))
+            if forced is None:
+                return False
+        number = _OPS_WITHOUT_FACTOR.get(op)
+        return number is not None and self._plain(
+            COLLECTIVES[collective], x, out, number, root, forced
+        )
+
+    def _joined(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the arrays of all ranks, one behind the other; scalars make a vector."""
+        return (self.size * shape[0], *shape[1:]) if shape else (self.size,)
+
+    def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of a rank's rows; None if ranks have not as many each."""
+        if not shape or shape[0] % self.size:
+            return None
+        return (shape[0] // self.size, *shape[1:])
 
     def _op(self, op: str, dtype: str, factor: complex | None) -> tuple[int, float, float]:
         if not isinstance(op, str):

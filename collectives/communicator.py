@@ -112,8 +112,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._tuner = Tuner(self.nodes, self._one_region, settings.algorithm, connection.table)
         self._gpu_table = connection.gpu_table
         self._choose_by(DeviceTuner(self.size, settings.algorithm))
-        table = self._table("all_reduce")
-        self._fast_sum, self._call, self._submit = self._core.caller(table)
+        functions = self._core.caller()
+        self._fast_sum, self._plain, self._choose, self._call, self._submit = functions
+        self._table("all_reduce")  # which `_fast_sum` goes by
         if device is not None:
             self._set_up_device(device)
 
@@ -258,7 +259,7 @@ class Communicator(Reductions, Movements, PointToPoint):
         """A communicator of some of the ranks, who meet through `bootstrap` and keep their GPUs.
         What is None is as here. Collective over them.
         """
-        made = Communicator(
+        made = type(self)(
             bootstrap,
             settings or self._settings,
             nodes=self._nodes_of(members),
@@ -315,6 +316,7 @@ class Communicator(Reductions, Movements, PointToPoint):
             raise
         finally:
             self._core.close()
+            self._memory.close()
             self._in_flight.forget()
             self._bootstrap.close()
 
@@ -395,8 +397,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         kind    "numpy" (the default) or "torch"; on a GPU "cupy" or "torch" (by default the one
                 that is imported)
 
-        The memory lives as long as the array; ranks may drop theirs at different times. A part of a
-        symmetric array on GPUs is passed by all ranks alike: the same array, at the same place in
+        The memory lives as long as the array; ranks may drop theirs at different times. It is freed
+        when the next one is made or the communicator is closed: until then calls may be at work in
+        it. A part of a symmetric array on GPUs is passed by all ranks alike: the same array, at the same place in
         it; else MismatchError.
         """
         self._check_open()

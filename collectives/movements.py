@@ -21,7 +21,7 @@ from .array import (
     overlap,
     stream_of,
 )
-from .calls import ANY_PAIR, Calls
+from .calls import ANY_PAIR, Calls, room
 from .device import view
 from .errors import ArrayError
 from .point_to_point import _landing
@@ -51,6 +51,9 @@ class Movements(Calls):
             key = self._again(x, None, stream, "broadcast", root, writes=self.rank != root)
             if key == ():
                 return x
+        plain = not async_op and stream is None and type(x) is np.ndarray
+        if plain and self._at_once("broadcast", x, None, algorithm, root=root):
+            return x
         root = self._root(root)
         if is_immutable(x, "broadcast: x"):
             source = view(x, writable=False, what="broadcast: x")
@@ -97,8 +100,12 @@ class Movements(Calls):
             key = self._again(x, out, stream, "all_gather")
             if key == ():
                 return out
+        if not async_op and stream is None and type(x) is np.ndarray:
+            joined = room(out, x, self._joined(x.shape))
+            if self._at_once("all_gather", x, joined, algorithm):
+                return joined
         source = view(x, writable=False, what="all_gather: x")
-        shape = (self.size * source.shape[0], *source.shape[1:]) if source.shape else (self.size,)
+        shape = self._joined(source.shape)
         target, buffer, result = self._target("all_gather", x, source, out, shape, stream)
         each, extra = divmod(target.count, self.size)
         mine = each + (self.rank < extra)
@@ -241,6 +248,10 @@ class Movements(Calls):
         stream: Any = None,
     ) -> Any:
         """`all_gather` whose result only `root` gets; the others get None."""
+        if not async_op and stream is None and type(x) is np.ndarray:
+            joined = room(out, x, self._joined(x.shape)) if self.rank == root else None
+            if self._at_once("gather", x, joined, algorithm, root=root):
+                return joined
         return self._gather("gather", x, root, None, out, algorithm, async_op, stream)
 
     def gather_v(
@@ -325,6 +336,11 @@ class Movements(Calls):
              shape and dtype otherwise. jax arrays are never written: one says what comes, and a new
              one is returned
         """
+        if not async_op and stream is None:
+            given = self.rank == root and type(x) is np.ndarray
+            block = room(out, x, self._divided(x.shape)) if given else out
+            if self._at_once("scatter", x, block, algorithm, root=root):
+                return block
         return self._scatter("scatter", x, root, None, out, algorithm, async_op, stream)
 
     def scatter_v(
@@ -440,6 +456,10 @@ class Movements(Calls):
             key = self._again(x, out, stream, "all_to_all", shape, x is out)
             if key == ():
                 return out
+        if not async_op and stream is None and type(x) is np.ndarray:
+            received = room(out, x, x.shape)
+            if self._at_once("all_to_all", x, received, algorithm):
+                return received
         source = view(x, writable=False, what="all_to_all: x")
         rows = source.shape[0] if source.shape else 1
         if rows % self.size:
@@ -540,6 +560,8 @@ class Movements(Calls):
         """
         if stream is not None:
             return self._barrier_on(stream_of(stream, "barrier"), async_op)
+        if not async_op and self._at_once("barrier", None, None, algorithm):
+            return None
         return self._run(
             "barrier", None, None, algorithm=algorithm, async_op=async_op, result=lambda: None
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import _core
 from .array import check_overlap, is_immutable
-from .calls import Calls
+from .calls import Calls, room
 from .device import view
 from .tuning import PACK_BELOW
 
@@ -61,6 +63,9 @@ class Reductions(Calls):
                         return x
                 elif plain_sum(x, out):
                     return out
+        plain = type(x) is np.ndarray and factor is None and order is None and stream is None
+        if plain and not async_op and self._at_once("all_reduce", x, out, algorithm, op=op):
+            return x if out is None else out
         if out is None and not is_immutable(x, "all_reduce: x"):
             source = target = view(x, writable=True, what="all_reduce: x")
             buffer, result = x, lambda: x
@@ -117,6 +122,9 @@ class Reductions(Calls):
 
         Arguments and errors as for `all_reduce`.
         """
+        plain = type(x) is np.ndarray and factor is None and order is None and stream is None
+        if plain and not async_op and self._at_once("reduce", x, out, algorithm, op=op, root=root):
+            return None if self.rank != root else x if out is None else out
         root = self._root(root)
         if self.rank != root:
             source = view(x, writable=False, what="reduce: x")
@@ -173,11 +181,15 @@ class Reductions(Calls):
             key = self._again(x, out, stream, "reduce_scatter", op, order)
             if key == ():
                 return out
+        plain = type(x) is np.ndarray and factor is None and order is None and stream is None
+        if plain and not async_op:
+            block = room(out, x, self._divided(x.shape))
+            if self._at_once("reduce_scatter", x, block, algorithm, op=op):
+                return block
         source = view(x, writable=False, what="reduce_scatter: x")
-        even = bool(source.shape) and source.shape[0] % self.size == 0
         each, extra = divmod(source.count, self.size)
         mine = each + (self.rank < extra)
-        shape = (source.shape[0] // self.size, *source.shape[1:]) if even else (mine,)
+        shape = self._divided(source.shape) or (mine,)
         target, buffer, result = self._target("reduce_scatter", x, source, out, shape, stream)
         self._expect("reduce_scatter", "out", target.count, mine)
         itemsize = source.nbytes // source.count if source.count else 1

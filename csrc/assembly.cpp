@@ -27,6 +27,7 @@ Assembly::Assembly(const Links& links, Waiter& waiter, int rank, const std::vect
     if (r == rank) mine_ = g;
   }
   group_at_.assign(groups_.size() + 1, 0);
+  two_ = n_ == 2 && groups_.size() == 2;
 }
 
 void Assembly::Head::merge(const Head& other) {
@@ -278,6 +279,7 @@ bool Assembly::fits(const Call& call, std::size_t limit) const {
                               call.collective == Collective::gather);
   if (!plain) return false;
   limit = std::min(limit, links_.slot_bytes - sizeof(Head));
+  if (two_) return std::max(share_of_two(call, 0).bytes, share_of_two(call, 1).bytes) <= limit / 2;
   std::size_t total = 0;
   for (int q = 0; q < n_; ++q) {
     const std::size_t bytes = contribution(call, q);
@@ -286,7 +288,81 @@ bool Assembly::fits(const Call& call, std::size_t limit) const {
   return true;
 }
 
+Assembly::Share Assembly::share_of_two(const Call& call, int q) const {
+  const std::size_t e = size_of(call.dtype);
+  const bool is_root = q == call.root;
+  const Share none{0, 0}, vector{0, call.count * e};
+  switch (call.collective) {
+    case Collective::all_reduce:
+      return vector;
+    case Collective::reduce:
+      return is_root ? none : vector;
+    case Collective::broadcast:
+      return is_root ? vector : none;
+    case Collective::all_gather:
+      return {0, call.out.length(q) * e};
+    case Collective::gather:
+      return is_root ? none : Share{0, call.out.length(q) * e};
+    case Collective::scatter:
+      if (!is_root) return none;
+      [[fallthrough]];
+    case Collective::reduce_scatter:
+    case Collective::all_to_all:
+      return {call.in.offset(1 - q) * e, call.in.length(1 - q) * e};
+    case Collective::barrier:
+      break;
+  }
+  return none;
+}
+
+// The other's head says all that there is to agree on, and comes before its data: what needs no sum
+// goes straight to where it belongs.
+void Assembly::run_of_two(const Call& call, const Signature& signature, std::uint64_t hash) {
+  const int other = 1 - rank_;
+  const std::size_t e = size_of(call.dtype);
+  const Share mine = share_of_two(call, rank_), his = share_of_two(call, other);
+  const bool sums = reduces(call.collective);
+  const bool blocks_in = Layout::blocks_in(call.collective);
+  const bool blocks_out = Layout::blocks_out(call.collective);
+  // What of the own input is for this rank, and where it and what the other brings belong.
+  const std::uint64_t count = blocks_in    ? call.in.length(rank_)
+                              : blocks_out ? call.out.length(rank_)
+                                           : call.count;
+  const std::byte* own = call.input + (blocks_in ? call.in.offset(rank_) * e : 0);
+  std::byte* own_to = call.output + (blocks_out ? call.out.offset(rank_) * e : 0);
+  std::byte* his_to = call.output + (blocks_out ? call.out.offset(other) * e : 0);
+  const bool in_the_way = own < his_to + his.bytes && his_to < own + count * e;
+  const bool staged = sums || in_the_way;
+  if (staged && all_.size() < his.bytes) all_.resize(his.bytes);
+
+  ++call_;
+  Head head{0, {hash, hash}, {rank_, rank_}};
+  send(other, head, call.input + mine.offset, mine.bytes);
+  into_.assign(1, {staged ? all_.data() : his_to, his.bytes});
+  receive(other, &head);
+  if (!head.agreed()) disagree(head, signature);
+
+  const bool is_root = rank_ == call.root;
+  const bool to_root =
+      call.collective == Collective::reduce || call.collective == Collective::gather;
+  if (to_root && !is_root) return;
+  if (sums) {
+    if (count == 0) return;
+    operands_.assign(2, own);
+    operands_[other] = all_.data();
+    void* out = call.output;
+    Finish finish;
+    if (call.op == Op::avg) finish.divisor = call.divides_by(n_);
+    reduce_fn({call.dtype, call.op})(&out, 1, operands_.data(), 2, count, finish);
+    return;
+  }
+  const bool has_own = is_root || !rooted(call.collective);
+  if (has_own && own != own_to && count != 0) std::memmove(own_to, own, count * e);
+  if (staged && his.bytes != 0) std::memcpy(his_to, all_.data(), his.bytes);
+}
+
 void Assembly::run(const Call& call, const Signature& signature, std::uint64_t hash) {
+  if (two_) return run_of_two(call, signature, hash);
   lengths_.resize(n_);
   for (int q = 0; q < n_; ++q) lengths_[q] = contribution(call, q);
   meet(signature, hash, 0, call.input, lengths_);
@@ -341,6 +417,7 @@ bool Assembly::fits_by_group(const Call& call, std::size_t limit) const {
 
 void Assembly::all_reduce_by_group(const Call& call, const Signature& signature,
                                    std::uint64_t hash) {
+  if (two_) return run_of_two(call, signature, hash);
   const std::size_t bytes = call.count * size_of(call.dtype);
   const std::vector<int>& group = groups_[mine_];
   const auto reduce = reduce_fn({call.dtype, call.op});

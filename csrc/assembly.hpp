@@ -9,6 +9,9 @@
 // all_reduce is combined within groups first, as hierarchical(direct_two_shot, direct_one_shot)
 // specifies.
 //
+// Two ranks that share no memory are a case of its own: each sends what the other needs and nothing
+// else, from the caller's array, and what needs no sum comes to where it goes.
+//
 // Cost: ceil(log2 G) messages one after the other between G groups, by dissemination, of which the
 //   last carry half of all that is brought; two hops within a group.
 // Limits: all that is brought has to fit one slot, though it may travel in several messages.
@@ -42,7 +45,7 @@ class Assembly {
   }
 
   // True if the call's data are at most `limit` bytes of all ranks together, so that run() may do
-  // it.
+  // it. (Of two ranks, if no more than half of it goes either way.)
   bool fits(const Call& call, std::size_t limit) const;
   // Meets and does the call, which fits. The result is that of the direct algorithms.
   void run(const Call& call, const Signature& signature, std::uint64_t hash);
@@ -78,11 +81,18 @@ class Assembly {
   [[noreturn]] void mistaken(int peer, const Header& header, std::size_t expected) const;
   Where where(const char* phase, int peer) const;
   std::size_t contribution(const Call& call, int q) const;
+  // Bytes of rank q's input that the other of two ranks needs.
+  struct Share {
+    std::size_t offset, bytes;
+  };
+  Share share_of_two(const Call& call, int q) const;
+  void run_of_two(const Call& call, const Signature& signature, std::uint64_t hash);
   const std::byte* brought(int q) const { return all_.data() + at_[q]; }
 
   const Links& links_;
   Waiter& waiter_;
   int rank_, n_, channel_;
+  bool two_ = false;                      // there are two ranks, and each is a group
   std::vector<std::vector<int>> groups_;  // their ranks; the first one speaks for them
   int mine_ = 0;                          // this rank's group
   std::uint64_t call_ = 0;

@@ -34,13 +34,12 @@ Communicator::Message message_of(const MessageTuple& t) {
           std::get<5>(t)};
 }
 
-py::tuple make_caller(const CommunicatorPtr& comm,
-                      const std::vector<std::pair<std::uint64_t, int>>& all_reduce_choice) {
+py::tuple make_caller(const CommunicatorPtr& comm) {
   const auto wrap = [](std::shared_ptr<Work> work) {
     return py::cast(std::move(work)).release().ptr();
   };
   py::list functions;
-  for (PyObject* f : make_call_functions(comm, all_reduce_choice, wrap))
+  for (PyObject* f : make_call_functions(comm, wrap))
     functions.append(py::reinterpret_steal<py::object>(f));
   return py::tuple(functions);
 }

@@ -102,9 +102,14 @@ class Layout {
     align_ = std::max<std::uint64_t>(1, 64 / size_of(call.dtype));
   }
 
-  static bool blocked(Collective c) {
-    return c == Collective::reduce_scatter || c == Collective::all_gather ||
-           c == Collective::gather || c == Collective::scatter || c == Collective::all_to_all;
+  static bool blocked(Collective c) { return blocks_in(c) || blocks_out(c); }
+  // Has the input a block a rank, or the output?
+  static bool blocks_in(Collective c) {
+    return c == Collective::reduce_scatter || c == Collective::scatter ||
+           c == Collective::all_to_all;
+  }
+  static bool blocks_out(Collective c) {
+    return c == Collective::all_gather || c == Collective::gather || c == Collective::all_to_all;
   }
 
   std::uint64_t segments() const { return segments_; }

@@ -51,15 +51,13 @@ void install_wait_hooks();
 bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
                 Communicator::Options* options);
 
-// New references to the functions sum(x[, out]) -> bool, call(...), and submit(...) ->
-// Work, bound to `comm`.
-//   all_reduce_choice   which algorithm serves up to how many bytes, for sum
-//   wrap_work           gives the Python object of a Work
+// New references to the functions sum(x[, out]) -> bool, plain(collective, x, out, op, root,
+// algorithm) -> bool, choose(collective, [(limit, algorithm)]), call(...), and submit(...) -> Work,
+// bound to `comm`; see `caller` in _core.pyi.
+//   wrap_work   gives the Python object of a Work
 // Throws PythonError.
 using WrapWork = PyObject* (*)(std::shared_ptr<Work>);
-std::vector<PyObject*> make_call_functions(
-    std::shared_ptr<Communicator> comm,
-    std::vector<std::pair<std::uint64_t, int>> all_reduce_choice, WrapWork wrap_work);
+std::vector<PyObject*> make_call_functions(std::shared_ptr<Communicator> comm, WrapWork wrap_work);
 
 // What a call raises on this rank the peers hear, who come to it or wait in one: but for what all
 // find themselves, and before which nothing was done.

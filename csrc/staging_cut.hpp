@@ -102,14 +102,8 @@ class Cut {
   }
 
  private:
-  bool blocks_in() const {
-    return call_.collective == Collective::reduce_scatter ||
-           call_.collective == Collective::scatter || call_.collective == Collective::all_to_all;
-  }
-  bool blocks_out() const {
-    return call_.collective == Collective::all_gather || call_.collective == Collective::gather ||
-           call_.collective == Collective::all_to_all;
-  }
+  bool blocks_in() const { return Layout::blocks_in(call_.collective); }
+  bool blocks_out() const { return Layout::blocks_out(call_.collective); }
 
   // The slice's part of every block, packed; blocks that lie side by side are one piece. With
   // `own`, this rank's goes there and not among the others.

@@ -40,6 +40,12 @@ MPI_DEPTH = 4
 # and 102.
 ASSEMBLED = 16 << 10
 ASSEMBLED_BY_NODE = 128 << 10
+# The same of two ranks that are a node each, which send each other no more than what is needed:
+# half of it either way at most. 10 Gbit/s, all_to_all of 64 KiB: 38 us, and 65 with a round of its
+# own for the agreement; of 128 KiB: 58 and 97; all_gather of 128 KiB: 69 and 75.
+ASSEMBLED_BY_TWO = 128 << 10
+# Collectives of a vector, not of blocks: all of it is sent.
+WHOLE = ("all_reduce", "reduce", "broadcast")
 # The composition that does so.
 BY_NODE = "hierarchical(direct_two_shot, direct_one_shot)"
 
@@ -66,12 +72,14 @@ def _shared_memory(collective: str, nranks: int) -> list[Choice]:
     return [Choice(ANY_SIZE, "direct_one_shot")]
 
 
-def _assembled(collective: str, nranks: int) -> list[Choice]:
+def _assembled(collective: str, nranks: int, *, apart: bool = True) -> list[Choice]:
     """The direct algorithms up to the sizes at which they travel with the agreement that ranks
-    enter a call, where not all share memory.
+    enter a call, where not all share memory. `apart`: they are on different nodes.
     """
     everybody_sends_all = ("all_reduce", "reduce", "reduce_scatter", "all_to_all")
     limit = ASSEMBLED // (nranks if collective in everybody_sends_all else 1)
+    if nranks == 2 and apart:
+        limit = ASSEMBLED_BY_TWO // (2 if collective in WHOLE else 1)
     two_shot = collective in ("reduce_scatter", "all_to_all")
     return [Choice(limit, "direct_two_shot" if two_shot else "direct_one_shot")]
 
@@ -100,17 +108,15 @@ def _one_node_by_messages(collective: str, nranks: int) -> list[Choice]:
         }
     found = table.get(collective)
     if found is None:
-        return _one_rank_a_node(collective, nranks)
-    return _joined(_assembled(collective, nranks), found)
+        return _one_rank_a_node(collective, nranks, apart=False)
+    return _joined(_assembled(collective, nranks, apart=False), found)
 
 
-def _one_rank_a_node(collective: str, nranks: int) -> list[Choice]:
+def _one_rank_a_node(collective: str, nranks: int, *, apart: bool = True) -> list[Choice]:
     """Every hop crosses a network: few messages while latency counts, few bytes after."""
-    # Two ranks: one hop of all bytes is as many bytes as two hops of half; together with the
-    # agreement while copies cost less than its round (10 Gbit/s, 16 KiB: 14 us, and 23 behind it).
-    two = [Choice(ASSEMBLED_BY_NODE // 2, BY_NODE), Choice(ANY_SIZE, "direct_one_shot")]
+    # Two ranks: one hop of all bytes is as many bytes as two hops of half.
     table = {
-        "all_reduce": two if nranks == 2 else [Choice(ANY_SIZE, "halving_doubling")],
+        "all_reduce": [Choice(ANY_SIZE, "direct_one_shot" if nranks == 2 else "halving_doubling")],
         "reduce_scatter": [
             Choice(ANY_SIZE, "direct_two_shot" if nranks == 2 else "halving_doubling")
         ],
@@ -122,7 +128,7 @@ def _one_rank_a_node(collective: str, nranks: int) -> list[Choice]:
         "all_to_all": [Choice(ANY_SIZE, "direct_two_shot")],
         "barrier": [Choice(ANY_SIZE, "recursive_doubling")],
     }[collective]
-    small = [] if collective == "barrier" else _assembled(collective, nranks)
+    small = [] if collective == "barrier" else _assembled(collective, nranks, apart=apart)
     return _joined(small, table)
 
 
@@ -371,7 +377,8 @@ def host_tuning(
     # A poll of MPI costs as much as ten others, and what it waits for crosses a network: the core
     # goes to others early. 2 hosts x 2 ranks on two cores, 4 B: 28 us, with 2000 polls 104.
     tuning.spins = 1 if tuning.crowded else 20 if messages else 2000
-    tuning.assembled_max = ASSEMBLED
+    two = len(nodes) == len(set(nodes)) == 2
+    tuning.assembled_max = ASSEMBLED_BY_TWO if two else ASSEMBLED
     tuning.assembled_by_node_max = ASSEMBLED_BY_NODE
     # Several nodes: one slice is on the network while others are within the nodes. 2 hosts x 2
     # ranks at 10 Gbit/s, 8 MiB: 11.6 ms, with one lane of 256 KiB 18. Within a host a message of

@@ -7,6 +7,8 @@ rank that receives most count, where they are more. The kind of a call says whos
 On hosts: "direct" for the direct algorithms of ranks that share memory, "assembled" for small calls
 that travel with the agreement of ranks that do not, "steps" for all else, which the general engine
 runs. A message longer than a slice goes as several, of which all but the first count as slices.
+What calls of one kind have in common on given ranks, as the agreement of "steps" has, is in the
+entry that was fitted to these; where nothing was, `agreement` says its steps.
 
 On GPUs of one node: a kind for each way of `device.device_way`, with the bytes that its kernel
 really sends, flags included. All that a rank sends leaves by one port, and what it receives comes
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..schedule import Schedule, is_written, schedule
-from . import ASSEMBLED, ASSEMBLED_BY_NODE, BY_NODE, segment_bytes
+from . import ASSEMBLED, ASSEMBLED_BY_NODE, ASSEMBLED_BY_TWO, BY_NODE, WHOLE, segment_bytes
 from .device import SENT_FACTOR, device_way
 
 # What carries data between ranks whose arrays are on GPUs of one node: ordinary arrays, or
@@ -139,7 +141,12 @@ def _assembled(
     local = max(groups.count(g) for g in groups)
     everybody = collective in ("all_reduce", "reduce", "reduce_scatter", "all_to_all")
     total = nbytes * (n if everybody else 1)
-    if algorithm in _DIRECT and total <= ASSEMBLED:
+    one_way = nbytes if collective in WHOLE else nbytes / 2  # of two ranks
+    if algorithm in _DIRECT and n == count == len(set(nodes)) == 2:
+        if 2 * one_way > ASSEMBLED_BY_TWO:
+            return None
+        brought = 2 * one_way
+    elif algorithm in _DIRECT and total <= ASSEMBLED:
         brought = total
     elif (
         algorithm == BY_NODE
@@ -150,13 +157,26 @@ def _assembled(
         brought = nbytes * count
     else:
         return None
-    rounds = math.ceil(math.log2(count)) if count > 1 else 0
-    within = 2.0 if local > 1 else 0.0
+    near, far = agreement(nodes, transport)
     combined = float(brought) if collective in ("all_reduce", "reduce", "reduce_scatter") else 0.0
     crossing = brought * (count - 1) / count
     if transport == "mpi":
-        return Work(rounds, 0, 0, crossing, combined, 0)
-    return Work(within, rounds, 0, brought * (local - 1), combined, crossing)
+        return Work(near, 0, 0, crossing, combined, 0)
+    return Work(near, far, 0, brought * (local - 1), combined, crossing)
+
+
+def agreement(nodes: Sequence[int], transport: str) -> tuple[float, float]:
+    """Steps, within nodes and between them, until ranks that do not all share memory know that all
+    mean the same call (csrc/assembly.hpp): "assembled" calls are made of these, and "steps" begin
+    behind them.
+    """
+    if transport not in ("mpi", "shm+mpi"):
+        return 0.0, 0.0
+    n = len(nodes)
+    if transport == "mpi":
+        return float(math.ceil(math.log2(n))), 0.0
+    within = 2.0 if n > len(set(nodes)) else 0.0
+    return within, float(math.ceil(math.log2(len(set(nodes)))))
 
 
 def shares(

@@ -37,6 +37,14 @@ def results(comm: cc.Communicator, count: int, dtype: object, seed: int) -> dict
     if comm.rank == root:
         found["reduce"] = reduced
     found["all_gather"] = comm.all_gather(x[:count], algorithm="direct_one_shot")
+    gathered = comm.gather(x[:count], root, algorithm="direct_one_shot")
+    if comm.rank == root:
+        found["gather"] = gathered
+    block = np.empty(count, x.dtype)
+    found["scatter"] = comm.scatter(x, root, out=block, algorithm="direct_one_shot")
+    joined = x.copy()
+    mine = joined[comm.rank * count : (comm.rank + 1) * count]
+    found["all_gather in place"] = comm.all_gather(mine, out=joined, algorithm="direct_one_shot")
     found["all_to_all"] = comm.all_to_all(x, algorithm="direct_two_shot")
     found["broadcast"] = comm.broadcast(x.copy(), root, algorithm="direct_one_shot")
     return {name: np.asarray(value).copy() for name, value in found.items()}
@@ -51,7 +59,8 @@ def main() -> None:
     limits = tuning.assembled_max, tuning.assembled_by_node_max
     assert min(limits) > 0
     done = 0
-    for seed, (count, dtype) in enumerate(itertools.product((1, 60), DTYPES)):
+    counts = (1, 60, 6000) if len(nodes) == len(set(nodes)) == 2 else (1, 60)
+    for seed, (count, dtype) in enumerate(itertools.product(counts, DTYPES)):
         tuning.assembled_max, tuning.assembled_by_node_max = limits
         short = results(comm, count, dtype, seed)
         tuning.assembled_max = tuning.assembled_by_node_max = 0
