@@ -64,6 +64,9 @@ class Bucket:
     def begin(self) -> None:
         """A pass begins: nothing is there, and nothing launched."""
         self.missing = len(self.slots)
+        # Of gradients that this rank lacks, which are made zero when the bucket is launched: it may
+        # lack more than have memory at a time.
+        self.zeros: list[Slot] = []
         self.work: Work | None = None
         self.times = BucketTimes()
 

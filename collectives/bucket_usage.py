@@ -36,6 +36,12 @@ class Usage:
         self._static_graph = static_graph
         self._nowhere: frozenset[str] = frozenset()
 
+    @property
+    def lets_differ(self) -> str:
+        """What lets ranks use other parameters than one another, in words."""
+        words = "find_unused=True lets them"
+        return words + (" where static_graph=True is left out" if self._static_graph else "")
+
     def lacks(
         self, names: Iterable[str], touched: Collection[str], seen: Collection[str], absent: bool
     ) -> str:

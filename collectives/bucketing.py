@@ -123,7 +123,7 @@ class Bucketer:
         if sorted(self.layout) != sorted(names):
             raise ValueError("layout must name every parameter once")
         self._op, self._order = op, order
-        self._usage = Usage(comm, names, find_unused or static_graph, static_graph)
+        self.usage = Usage(comm, names, find_unused or static_graph, static_graph)
         self._transient = transient
         self._rebuild = rebuild and not transient
         self._reduce = reduce or self._all_reduce
@@ -137,7 +137,7 @@ class Bucketer:
                 "dtype": sorted({s.carried for s in self.specs.values()}),
                 "op": op,
                 "order": order,
-                "find_unused": self._usage.find_unused,
+                "find_unused": self.usage.find_unused,
                 "static_graph": static_graph,
                 "rebuild": self._rebuild,
                 "transient": transient,
@@ -195,7 +195,7 @@ class Bucketer:
             and self._running
             and name not in self._seen
             and name not in self._pool.held
-            and (self._usage.usual is None or name in self._usage.usual)
+            and (self.usage.usual is None or name in self.usage.usual)
         ):
             known = tensors.like_before(name, grad)
             if known is not None:
@@ -209,7 +209,7 @@ class Bucketer:
                 f"the gradient of {name!r} became ready twice in one pass on rank "
                 f"{self.comm.rank}; {self.twice}"
             )
-        if self._usage.usual is not None and name not in self._usage.usual and self._sync:
+        if self.usage.usual is not None and name not in self.usage.usual and self._sync:
             self._fail(
                 f"static_graph: {name!r} has a gradient on rank {self.comm.rank}, and had none in "
                 "the first step"
@@ -243,7 +243,7 @@ class Bucketer:
         again = named.keys() & self._touched
         if (
             self._torch is None
-            or self._usage.usual is not None
+            or self.usage.usual is not None
             or self._pool.held
             or bucket.missing < len(named)
             or 0 < len(again) < len(named)
@@ -316,14 +316,9 @@ class Bucketer:
         with self._on_stream_of_gradients():
             return self._finish(timeout, absent)
 
-    @property
-    def varies(self) -> bool:
-        """True if other gradients may be missing in every pass, and on every rank."""
-        return self._usage.varies
-
     def check_pass(self, absent: bool = False) -> None:
         """Raises what `finish` does where gradients lack that must not, in a pass that reduces."""
-        lacks = self._usage.lacks(self._slots, self._touched, self._seen, absent)
+        lacks = self.usage.lacks(self._slots, self._touched, self._seen, absent)
         if lacks and self._sync:
             self._fail(f"rank {self.comm.rank} has no gradient of {lacks}")
 
@@ -331,7 +326,7 @@ class Bucketer:
         called = time.monotonic()
         kept = self._fill_missing(absent)
         self._launch_full(wait=True)
-        nowhere = self._usage.nowhere(self._touched, self._seen, absent)
+        nowhere = self.usage.nowhere(self._touched, self._seen, absent)
         device = next((b.device for b in self.buckets if b.device != "cpu"), None)
         mark = None if device is None else self.side.of(device).mark()
         for bucket in self.buckets:
@@ -433,12 +428,12 @@ class Bucketer:
             bucket.begin()
             if self._transient:
                 bucket.buffer = None
-        if self._sync and self._usage.usual is not None:
+        if self._sync and self.usage.usual is not None:
             now = time.monotonic()
             for bucket, slot in list(self._slots.values()):
-                if slot.name not in self._usage.usual:
+                if slot.name not in self.usage.usual:
                     if slot.name not in self._touched:
-                        self._place(bucket, slot)[...] = 0
+                        bucket.zeros.append(slot)
                     self._arrived(bucket, now)
 
     def _store(self, bucket: Bucket, slot: Slot, grad: Any, scale: float) -> None:
@@ -547,7 +542,7 @@ class Bucketer:
                 self._torch.flush(bucket)
             # On a GPU another rank may put its part behind all else of its pass, which waits for
             # what this one does behind its own: no stream is to wait for that in a pass.
-            if self._sync and (self.waits or bucket.device == "cpu" or self._usage.alike):
+            if self._sync and (self.waits or bucket.device == "cpu" or self.usage.alike):
                 self._launch_full(self.waits)
 
     def _launch_full(self, wait: bool) -> None:
@@ -564,15 +559,17 @@ class Bucketer:
             if self._torch is not None:
                 self._torch.flush(bucket)
             self._pool.take_held(bucket)
+        for slot in bucket.zeros:
+            bucket.part(slot)[...] = 0
         bucket.times.launched = time.monotonic()
         with NvtxRange(bucket.device, f"bucket {bucket.index}"):
             bucket.work = self._reduce(bucket)
         return True
 
     def _fill_missing(self, absent: bool) -> dict[str, Any]:
-        """Makes the gradients that are missing zero; returns what was in their place."""
+        """Gradients that are missing count as zero; returns what was in their place."""
         self.check_pass(absent)
-        usual = self._usage.usual
+        usual = self.usage.usual
         if usual is not None and not absent:
             return {}
         missing = [n for n in self._slots if n not in self._seen and (usual is None or n in usual)]
@@ -583,7 +580,7 @@ class Bucketer:
             if name not in self._touched:
                 if not self._transient:
                     kept[name] = bucket.part(slot).copy()
-                self._place(bucket, slot)[...] = 0
+                bucket.zeros.append(slot)
             self._arrived(bucket, now)
         return kept
 

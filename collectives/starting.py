@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from .calls import integer
 from .communicator import Communicator
 from .config import Settings, checked_seconds
 from .device import keep_streams_apart
-from .errors import CollectiveError
+from .errors import CollectiveError, described
 from .flight_recorder import starting
 
 
@@ -42,6 +43,30 @@ def from_mpi(comm: Any, *, timeout: float | None = None, max_blocks: int = 0) ->
     return Communicator.from_mpi(comm, timeout=timeout, max_blocks=max_blocks)
 
 
+class _Rank(Communicator):
+    """A rank that is a thread, and knows which communicators it has: those of a process end with
+    it.
+
+    family  what was made of the first one, and of that
+    """
+
+    family: list[weakref.ref[Communicator]]
+
+    def _made_of(self, *arguments: Any, **more: Any) -> Communicator:
+        made = super()._made_of(*arguments, **more)
+        assert isinstance(made, _Rank), "it is of the kind of this one"
+        made.family = self.family
+        self.family.append(weakref.ref(made))
+        return made
+
+    def abort_family(self, reason: str) -> None:
+        """Aborts what lives of it."""
+        for each in list(self.family):
+            made = each()
+            if made is not None:
+                made.abort(reason)
+
+
 def run_threads(
     n: int,
     fn: Callable[..., Any],
@@ -61,8 +86,9 @@ def run_threads(
     timeout     seconds that any wait lasts at most
     max_blocks  of the communicators: see `init`
 
-    The first exception of any rank is raised, after the others were told and have ended. Where the
-    caller is interrupted (Ctrl-C) the ranks are told too, and end at their next call.
+    The first exception of any rank is raised, after the others were told, also in what was split
+    or duplicated of their communicators, and have ended. Where the caller is interrupted (Ctrl-C)
+    the ranks are told too, and end at their next call.
     """
     if not isinstance(n, (int, np.integer)):
         raise TypeError(f"run_threads takes a number of ranks, not {n!r}")
@@ -83,16 +109,15 @@ def run_threads(
     results: list[Any] = [None] * n
     errors: list[BaseException | None] = [None] * n
     first: list[int] = []
-    comms: list[Communicator] = []
+    comms: list[_Rank] = []
     interruption: list[str] = []
 
     def body(rank: int) -> None:
         comm = None
         try:
             device = devices[rank % len(devices)] if devices is not None else None
-            comm = Communicator(
-                ends[rank], settings, nodes=nodes, device=device, max_blocks=max_blocks
-            )
+            comm = _Rank(ends[rank], settings, nodes=nodes, device=device, max_blocks=max_blocks)
+            comm.family = []
             comms.append(comm)
             for reason in interruption:
                 comm.abort(reason)
@@ -100,8 +125,11 @@ def run_threads(
         except BaseException as error:  # handed to the caller below, whatever it is
             errors[rank] = error
             first.append(rank)
+            words = f"rank {rank} raised {described(error)}"
             if comm is not None and not isinstance(error, CollectiveError):
-                comm.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+                comm.abort(words)
+            if comm is not None:
+                comm.abort_family(words)
             ends[rank].fail(error)
         finally:
             if comm is not None:
@@ -120,6 +148,7 @@ def run_threads(
         ends[0].fail(cause)
         for made in list(comms):
             made.abort(interruption[0])
+            made.abort_family(interruption[0])
         raise
     if first:
         error = errors[first[0]]

@@ -210,6 +210,12 @@ def cut_short(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def change_header(path, old, new):
+    data = path.read_bytes()
+    assert data.count(old) >= 1 and len(old) == len(new)
+    path.write_bytes(data.replace(old, new, 1))
+
+
 def rename(old, new):
     def change(index):
         index["entries"] = {k.replace(old, new): v for k, v in index["entries"].items()}
@@ -227,6 +233,26 @@ def drop(name):
 DAMAGE = {
     "flipped": (lambda p: flip(shard_file(p)), r"'.*/\w+@\d+' in .*rank-1.*another checksum"),
     "cut short": (lambda p: cut_short(shard_file(p)), r"which holds '\w+/\w+@\d+', is cut short"),
+    "nothing left": (
+        lambda p: shard_file(p).write_bytes(b""),
+        r"which holds '\w+/\w+@\d+', is cut short or damaged",
+    ),
+    "header too long": (
+        lambda p: shard_file(p).write_bytes(b"\xff" * 100),
+        r"which holds '\w+/\w+@\d+', is cut short or damaged: it has 100 bytes, its header",
+    ),
+    "header of no text": (
+        lambda p: change_header(shard_file(p), b'{"', b"{{"),
+        r"which holds '\w+/\w+@\d+', is cut short or damaged",
+    ),
+    "header of another order": (
+        lambda p: change_header(shard_file(p), b'"data_offsets":[0,', b'"data_offsets":[9,'),
+        r"another checksum|lies there from byte",
+    ),
+    "header of another kind": (
+        lambda p: change_header(shard_file(p), b"data_offsets", b"data_offset_"),
+        r"which holds '\w+/\w+@\d+', is cut short or damaged: 'data_offsets'",
+    ),
     "file gone": (lambda p: shard_file(p, 0).unlink(), r"which holds '\w+/\w+@\d+', is missing"),
     "no index": (lambda p: (p / "checkpoint.json").unlink(), "holds no checkpoint"),
     "index cut": (lambda p: cut_short(p / "checkpoint.json"), "is cut short or damaged"),

@@ -356,3 +356,53 @@ def test_micro_batches_without_samples_are_no_data():
     found = [cc.run_threads(2, body, mode, nodes=[0, 1], timeout=20)[0] for mode in STAGES]
     assert np.isfinite(found[0][:2]).all()
     assert all(f == found[0] for f in found)
+
+
+@pytest.mark.parametrize("kind", [Fault, cc.CollectiveError])
+@pytest.mark.parametrize("mode", STAGES)
+def test_a_rank_that_ends_in_a_step_ends_the_others(mode, kind):
+    """At once, also where they wait in communicators that the trainer has made for itself."""
+
+    def function(params, batch, emit):
+        params["w1"].sum()
+        if batch[2][0] == 1:
+            raise kind("of the model")
+        return models.loss_and_grads(params, batch[:2], emit)
+
+    def body(comm):
+        try:
+            make(comm, mode, function=function).step(batch_of(comm))
+        except (Fault, cc.CollectiveError) as error:
+            raised[comm.rank] = str(error)
+            raise
+
+    raised: dict[int, str] = {}
+    began = time.monotonic()
+    with pytest.raises(kind, match="of the model"):
+        cc.run_threads(3, body, nodes=NODES[3], timeout=100)
+    assert time.monotonic() - began < 30
+    if kind is Fault or mode[0] == 3:
+        assert all("of the model" in words for words in raised.values()), raised
+
+
+def test_communicators_of_communicators_end_with_their_rank():
+    def body(comm):
+        closed = comm.duplicate()
+        closed.close()
+        dropped = comm.duplicate()
+        del dropped
+        part = comm.split(comm.rank % 2)
+        twin = part.duplicate()
+        if comm.rank == 2:
+            raise Fault("of rank 2")
+        try:
+            (twin if comm.rank == 0 else comm).barrier()
+        except cc.CollectiveError as error:
+            raised.append(str(error))
+
+    raised: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(Fault):
+        cc.run_threads(3, body, timeout=100)
+    assert time.monotonic() - began < 30
+    assert len(raised) == 2 and all("rank 2 raised Fault: of rank 2" in e for e in raised), raised

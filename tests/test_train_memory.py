@@ -78,3 +78,29 @@ def test_stage_3_holds_few_parameters_at_a_time():
     for peak, calls in cc.run_threads(2, body, timeout=20):
         assert peak <= 4, (peak, calls)
         assert calls == [18] * 3
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_rank_without_data_holds_no_gradients(static):
+    """Where gradients may be missing: those that count as zero are made bucket by bucket."""
+    params = {f"w{i}": np.zeros(1000, np.float32) for i in range(10)}
+
+    def backward(params, batch, emit):
+        for name in reversed(list(params)):
+            if name != "w3":
+                emit(name, np.full(1000, batch.mean(), np.float32))
+        return 0.0
+
+    def body(comm):
+        more = {"params": params, "function": backward, "bucket_bytes": 1, "optimizer": SGD(lr=1.0)}
+        more |= {"static_graph": True} if static else {"find_unused": True}
+        trainer = make(comm, (3, None), **more)
+        trainer.step(np.ones(1))
+        trainer.bucketer.peak = 0
+        trainer.step(None if comm.rank else np.ones(1))
+        after = {name: float(x[-1]) for name, x in trainer.parameters().items()}
+        return trainer.bucketer.peak, after
+
+    (_, first), (peak, second) = cc.run_threads(2, body, timeout=20)
+    assert peak == 0
+    assert first == second == {name: 0.0 if name == "w3" else -2.0 for name in params}

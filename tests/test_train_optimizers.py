@@ -181,3 +181,68 @@ def test_sgd_keeps_a_velocity_only_for_momentum():
     groups = [{"params": ["w2"], "momentum": 0.9}]
     whole = sum(x.nbytes for x in models.parameters().values())
     assert cc.run_threads(1, lambda comm: body(comm, groups=groups), timeout=20) == [whole]
+
+
+def plain(w, g, lr):
+    g *= 2 * lr
+    w -= g
+
+
+class OwnAdam(Adam):
+    def update(self, w, g, state, lr, step, work):
+        plain(w, g, lr)
+
+
+class Heir(OwnAdam):
+    pass
+
+
+class Beside(AdamW):
+    def fused(self, w, g, coefficient, state, lr, step):
+        g = g * coefficient
+        plain(w, g, lr)
+        return True
+
+    def update(self, w, g, state, lr, step, work):
+        plain(w, g, lr)
+
+    def on_gpu(self, lr, step):
+        return "sgd", {"l2": 0.0, "lr": 2 * lr}
+
+
+@pytest.mark.parametrize("kind", [OwnAdam, Heir, Beside])
+def test_a_step_of_its_own(kind):
+    """Of a subclass is what is done, in one pass too, and on GPUs, if it has that."""
+
+    def function(params, batch, emit):
+        emit("w", np.full(5, 3.0))
+        return 0.0
+
+    def body(comm):
+        trainer = Trainer(function, kind(lr=0.25), comm, params={"w": np.zeros(5)})
+        trainer.step(np.ones(1))
+        return trainer.parameters()["w"].tolist()
+
+    assert cc.run_threads(1, body) == [[-1.5] * 5]
+    if kind is Beside:
+        assert kind(lr=0.25).on_gpu(0.25, 1)[0] == "sgd"
+    else:
+        with pytest.raises(cc.UnsupportedError, match=rf"{kind.__name__} has .*: give it on_gpu"):
+            kind(lr=0.25).on_gpu(0.25, 1)
+
+
+def test_a_direction_or_its_step_of_its_own_has_no_kernel_of_another():
+    class Direction(LAMB):
+        def direction(self, w, g, state, step, work):
+            g *= 2
+
+    class Apply(LARS):
+        def apply(self, w, g, state, lr):
+            w -= g
+
+    assert Direction(lr=0.1).on_gpu(0.1, 1) == LAMB(lr=0.1).on_gpu(0.1, 1)
+    assert Apply(lr=0.1).direction_on_gpu(1) == LARS(lr=0.1).direction_on_gpu(1)
+    with pytest.raises(cc.UnsupportedError, match=r"give it direction_on_gpu\(\)"):
+        Direction(lr=0.1).direction_on_gpu(1)
+    with pytest.raises(cc.UnsupportedError, match=r"give it on_gpu\(\)"):
+        Apply(lr=0.1).on_gpu(0.1, 1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import threading
+from collections import Counter
 from pathlib import Path
 
 import models
@@ -22,8 +25,9 @@ def needs_safetensors():
     pytest.importorskip("safetensors")
 
 
-def make(comm):
-    settings = {"params": models.parameters(), "bucket_bytes": 6000, "first_bucket_bytes": 1000}
+def make(comm, bucket_bytes=6000):
+    settings = {"params": models.parameters(), "first_bucket_bytes": 1000}
+    settings["bucket_bytes"] = bucket_bytes
     return Trainer(models.loss_and_grads, AdamW(lr=1e-2), comm, sharding=1, **settings)
 
 
@@ -182,3 +186,68 @@ def test_names_that_no_checkpoint_holds(name, error):
             Bucketer(comm, parameters)
 
     cc.run_threads(2, body, timeout=20)
+
+
+class Elsewhere:
+    """Memory of a GPU, of which what is fetched is counted."""
+
+    def __init__(self, held, fetched):
+        self._held, self._fetched = held, fetched
+
+    def __getitem__(self, part):
+        return Elsewhere(self._held[part], self._fetched)
+
+    def get(self):
+        self._fetched.append(self._held.nbytes)
+        return self._held.copy()
+
+
+def test_a_save_from_gpus_fetches_everything_once():
+    def body(comm):
+        trainer = make(comm, bucket_bytes=1 << 20)
+        trainer.step(models.part_of((X, Y), comm.rank, comm.size))
+        store, fetched = trainer.store, []
+        wanted = checkpoint._own_arrays(trainer)
+        there = {
+            id(shard): {key: Elsewhere(x, fetched) for key, x in store.arrays(shard).items()}
+            for shard in store.shards
+        }
+        mine = sum(x.nbytes for shard in store.shards for x in store.arrays(shard).values())
+        store.arrays = lambda shard: there[id(shard)]
+        got = checkpoint._own_arrays(trainer)
+        assert {k: x.tobytes() for k, x in got.items()} == {
+            k: x.tobytes() for k, x in wanted.items()
+        }
+        assert sum(fetched) == mine
+        assert sum(len(shard.pieces) for shard in store.shards) > len(store.shards)
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_a_load_reads_and_keeps_what_a_rank_needs(tmp_path, monkeypatch):
+    """Its part of the state, and the rest of what that begins and ends in."""
+    rows, layers = 64, 8
+    params = {f"w{i}": np.full((rows, 1024), i, np.float32) for i in range(layers)}
+
+    def trainer_of(comm, stage):
+        return Trainer(lambda *_: 0.0, AdamW(lr=1e-2), comm, params=params, sharding=stage)
+
+    cc.run_threads(2, lambda comm: trainer_of(comm, 0).save(tmp_path), timeout=20)
+    whole = 3 * sum(x.nbytes for x in params.values())
+    read, most, ordinary = Counter(), [0], Path.open
+
+    class Counted(io.FileIO):
+        def read(self, count):
+            found = super().read(count)
+            read[threading.current_thread().name] += len(found)
+            most[0] = max(most[0], len(found))
+            return found
+
+    def opened(path, *args, **more):
+        return Counted(path) if path.suffix == ".safetensors" else ordinary(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    cc.run_threads(4, lambda comm: trainer_of(comm, 3).load(tmp_path), timeout=20)
+    assert len(read) == 4 and sum(read.values()) >= whole
+    assert max(read.values()) < whole / 2
+    assert most[0] <= 1 << 20

@@ -8,7 +8,7 @@ import pytest
 from training import MODES, NODES, alone, batches, make, same_in_all_modes, train
 
 import collectives as cc
-from collectives.train import SGD, LossScale
+from collectives.train import SGD, LossScale, Trainer
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,41 @@ def test_offloading_changes_nothing():
 def test_double_precision():
     first, _ = same_in_all_modes(3, 5, params=models.parameters("float64"), clip_norm=0.05)
     assert first[0][0] > first[-1][0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_the_program_writes_into_parameters(stage, precision):
+    """Stays, before the first step too, after which buckets are filled in another order; but
+    masters are what counts where there are any.
+    """
+    names = "abc"
+
+    def function(params, batch, emit):
+        seen.append([float(params[name][0]) for name in names])
+        for name in names:
+            emit(name, np.ones(700, params[name].dtype))
+        return 0.0
+
+    def body(comm):
+        params = {name: np.zeros(700, np.float32) for name in names}
+        trainer = Trainer(
+            function, SGD(lr=0.5), comm, params=params, sharding=stage, precision=precision,
+            bucket_bytes=1000, first_bucket_bytes=1000,
+        )  # fmt: skip
+        found = []
+        for step in range(2):
+            with trainer.gathered() as whole:
+                for i, name in enumerate(names):
+                    whole[name][...] = 8 * step + i
+            trainer.step(np.ones(1))
+            found.append([[float(x[i]) for i in (0, -1)] for x in trainer.parameters().values()])
+        assert trainer.bucketer.rebuilt == (stage < 2)
+        return found
+
+    seen: list[list[float]] = []
+    wanted = [[[8 * step + i - 0.5] * 2 for i in range(3)] for step in range(2)]
+    if precision:
+        wanted = [[[-0.5] * 2] * 3, [[-1.0] * 2] * 3]
+    assert cc.run_threads(2, body, timeout=20) == [wanted] * 2
+    assert sorted(seen) == [[0.0, 1.0, 2.0]] * 2 + [[8.0, 9.0, 10.0]] * 2

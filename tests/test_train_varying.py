@@ -103,8 +103,10 @@ def test_another_order_on_some_ranks(accumulate):
     same_in_all_stages(2, two_first, batches, find_unused=True, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("static", [True, False])
-def test_ranks_differ_where_they_may_not(static):
+@pytest.mark.parametrize(
+    "more", [{}, {"static_graph": True}, {"static_graph": True, "find_unused": True}], ids=str
+)
+def test_ranks_differ_where_they_may_not(more):
     def body(comm):
         def other_order(params, batch, emit):
             values = {name: params[name] for name in sorted(NAMES, reverse=comm.rank == 1)}
@@ -112,11 +114,14 @@ def test_ranks_differ_where_they_may_not(static):
                 emit(name, values[name])
             return 1.0
 
-        trained(comm, 3, other_order, [np.ones(2)], static_graph=static)
+        trained(comm, 3, other_order, [np.ones(2)], **more)
 
     for error in outcomes(2, body):
         assert isinstance(error, cc.MismatchError), error
-        assert "in different orders" in str(error) and "find_unused=True" in str(error)
+        assert "in different orders" in str(error)
+        advice = "; find_unused=True lets them"
+        advice += " where static_graph=True is left out" if more else ""
+        assert str(error).endswith(advice)
 
 
 def test_calls_of_the_function_between_parameters_that_all_use_alike():
@@ -142,6 +147,27 @@ def test_calls_of_the_function_between_parameters_that_all_use_alike():
 
     found = [cc.run_threads(2, body, stage, timeout=10) for stage in (2, 3)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+def test_a_call_of_all_ranks_behind_parameters_that_some_use(find_unused):
+    """Waits, as that of SyncBatchNorm behind experts; where it may be that, all are told."""
+
+    def body(comm):
+        own = comm.duplicate()
+
+        def function(params, batch, emit):
+            if comm.rank == 0 or not find_unused:
+                params["a"]
+            if comm.rank == 0 or find_unused:
+                own.all_reduce(np.ones(1))
+            return 1.0
+
+        trained(comm, 3, function, [np.ones(2)], find_unused=find_unused)
+
+    for error in outcomes(2, body, timeout=2):
+        assert isinstance(error, cc.CollectiveError), error
+        assert ("behind parameters that only some ranks use" in str(error)) == find_unused, error
 
 
 def mixture(torch):

@@ -32,17 +32,14 @@ import numpy as np
 from ..agreement import exchange, plain
 from ..array import dtype_name, numpy_dtype
 from ..errors import CollectiveError, UnsupportedError, described
-from .sharding import Piece, Shard, host
+from .sharding import host
+from .stored import CheckpointError, Reader
 
 if TYPE_CHECKING:
     from .data_parallel import Trainer
 
 INDEX = "checkpoint.json"
 _FORMAT = 4
-
-
-class CheckpointError(CollectiveError, ValueError):
-    """A checkpoint is missing, cut short, damaged, or of another model; nothing was loaded."""
 
 
 def _safetensors() -> Any:
@@ -189,10 +186,11 @@ def _own_arrays(trainer: Trainer) -> dict[str, Any]:
     comm, store = trainer.comm, trainer.store
     arrays: dict[str, Any] = {}
     if _writes(trainer):
-        for shard, piece in store.pieces():
-            for key, x in store.arrays(shard).items():
-                part = host(x)[piece.low : piece.high]
-                arrays[f"{key}/{piece.name}@{piece.offset}"] = np.ascontiguousarray(part)
+        for shard in store.shards:
+            there = {key: host(x) for key, x in store.arrays(shard).items() if shard.pieces}
+            for piece in shard.pieces:
+                for key, x in there.items():
+                    arrays[f"{key}/{piece.name}@{piece.offset}"] = x[piece.low : piece.high]
         # A parameter without elements is in no shard.
         for name in trainer.names:
             if comm.rank == 0 and 0 in store.owners[name][3]:
@@ -275,7 +273,6 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     sampler, or kept in a dtype that would be rounded here, as master weights are by a trainer
     without them.
     """
-    _safetensors()
     comm, error = trainer.comm, ""
     index: dict[str, Any] = {}
     try:
@@ -293,7 +290,7 @@ def load(trainer: Trainer, path: str | Path, sampler: Any = None) -> None:
     states: dict[tuple[str, int, str], Any] = {}
     buffers: dict[str, Any] = {}
     try:
-        reader = _Reader(Path(path) / index["generation"], index)
+        reader = Reader(Path(path) / index["generation"], index)
         template = trainer.shards_for(layout)
         keys = ("master", *trainer.slots)
         for shard in template:
@@ -422,79 +419,6 @@ def _check_other(name: str, entry: Mapping[str, Any], shape: list[int], dtype: s
 def _rounds(there: str, here: str) -> bool:
     """True if one dtype does not hold all values of another."""
     return not np.can_cast(numpy_dtype(there), numpy_dtype(here))
-
-
-class _Reader:
-    """Parts of parameters out of the files of a generation, each checked once."""
-
-    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
-        self._folder = folder
-        self._entries = index["entries"]
-        self._files: dict[str, dict[str, Any]] = {}  # bytes: not all dtypes are numpy's own
-        self._parts: dict[str, list[tuple[int, int, str]]] = {}  # kind/name -> (begin, end, key)
-        for key, entry in self._entries.items():
-            if not key.startswith("buffer/"):
-                base, _, offset = key.rpartition("@")
-                part = (int(offset), int(offset) + entry["count"], key)
-                self._parts.setdefault(base, []).append(part)
-
-    def array(self, key: str) -> Any:
-        """An entry, flat; raises CheckpointError that names it if it is not what was written."""
-        entry = self._entries.get(key)
-        if entry is None:
-            raise CheckpointError(f"the checkpoint lacks {key!r}")
-        file = entry["file"]
-        if file not in self._files:
-            path = self._folder / file
-            safetensors = _safetensors()
-            try:
-                found = safetensors.deserialize(path.read_bytes())
-                self._files[file] = {name: array["data"] for name, array in found}
-            except FileNotFoundError:
-                raise CheckpointError(f"{path}, which holds {key!r}, is missing") from None
-            except MemoryError:
-                raise
-            except Exception as error:  # the package raises its own kind for each damage
-                raise CheckpointError(
-                    f"{path}, which holds {key!r}, is cut short or damaged: {error}"
-                ) from error
-        data = self._files[file].get(key)
-        if data is None:
-            raise CheckpointError(f"{self._folder / file} lacks {key!r}")
-        dtype = numpy_dtype(entry["dtype"])
-        if len(data) != entry["count"] * dtype.itemsize or zlib.crc32(data) != entry["crc32"]:
-            raise CheckpointError(f"{key!r} in {self._folder / file} is damaged: another checksum")
-        return np.frombuffer(data, dtype)
-
-    def buffer(self, name: str) -> Any:
-        """A buffer or frozen parameter, in its shape."""
-        key = f"buffer/{name}"
-        return self.array(key).reshape(self._entries[key]["shape"])
-
-    def piece(self, piece: Piece, kind: str) -> Any:
-        """What a rank holds of a parameter."""
-        low, high = piece.offset, piece.offset + piece.high - piece.low
-        parts, reached = [], low
-        for begin, end, key in sorted(self._parts.get(f"{kind}/{piece.name}", [])):
-            a, b = max(begin, low), min(end, high)
-            if a >= b:
-                continue
-            if a != reached:
-                break
-            parts.append(self.array(key)[a - begin : b - begin])
-            reached = b
-        if reached != high:
-            raise CheckpointError(
-                f"the checkpoint lacks {kind} of parameter {piece.name!r} from element {reached} on"
-            )
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def shard(self, shard: Shard, kind: str, kept: str) -> Any:
-        """What a rank holds of a bucket, in the dtype in which it is `kept`."""
-        whole = np.empty(shard.high - shard.low, numpy_dtype(kept))
-        for piece in shard.pieces:
-            whole[piece.low : piece.high] = self.piece(piece, kind)
-        return whole
 
 
 # ---- random states ------------------------------------------------------------------------------

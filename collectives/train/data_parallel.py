@@ -36,7 +36,7 @@ from .losses import told
 from .model import Sink, model_of
 from .norms import finite
 from .parameter_groups import parameter_groups
-from .precision import LossScale, check_kept, compute_dtype, kept_dtype, specs_of
+from .precision import LossScale, check_kept, compute_dtype, kept_dtypes, specs_of, used_dtypes
 from .progress import Log, Metrics, number
 from .progress_bar import with_bar
 from .schedules import Constant, Schedule, factor_at
@@ -196,13 +196,8 @@ class Trainer:
         group = comm.split(by="node") if self._hybrid else comm if sharding else None
         self.store = Store(group, sharding, offload == "host")
         values = self._model.parameters
-        self._dtypes = {n: dtype_name(x.dtype) for n, x in values.items()}
-        if self._dtype is not None:
-            self._dtypes |= {n: self._dtype for n in values if n not in self._model.wide}
-        self.kept = {  # dtypes of what is stepped
-            n: kept_dtype(dtype_name(x.dtype), self._dtypes[n], master_weights)
-            for n, x in values.items()
-        }
+        self._dtypes = used_dtypes(values, self._dtype, self._model.wide)
+        self.kept = kept_dtypes(values, self._dtypes, master_weights)  # of what is stepped
         check_kept(self.kept.values(), self.slots)
         self.bucketer = Bucketer(
             comm,
@@ -236,8 +231,10 @@ class Trainer:
 
             self._stepper = TorchStepper(self.store, self._torch, self._optimizers[0])
         self._build(values)
-        # Whole parameters are kept as long as buckets may still be filled anew, and no longer.
-        self._values: Mapping[str, Any] | None = values if self.bucketer.will_rebuild else None
+        # What masters began as is kept whole as long as buckets may be filled anew, and no longer.
+        self._values: dict[str, Any] | None = None
+        if self.bucketer.will_rebuild:
+            self._values = {n: x for n, x in values.items() if self.store.has_master(n)}
         self._model.parameters = {}
         del values
         trim(comm, self.bucketer.buckets)
@@ -354,6 +351,8 @@ class Trainer:
 
     def _give_up(self, error: BaseException) -> None:
         """Forgets the gradients of a step that raised. If other ranks cannot, they hear why."""
+        if self._gatherer is not None:
+            self._gatherer.explain(error)
         if not self.bucketer.discard(error):
             self._cause = Cause.of(error)
             self._gradients.give()
@@ -571,6 +570,7 @@ class Trainer:
         if self._values is not None:
             values, self._values = self._values, None
             if self.bucketer.rebuilt:
+                values = self.store.used() | values  # what the program wrote meanwhile is there
                 self.store.shards, self.store.owners = [], {}
                 trim(self.comm, self.bucketer.buckets)
                 self._build(values)

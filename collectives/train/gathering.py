@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from ..array import empty
-from ..errors import MismatchError, described
+from ..errors import DeadlineError, MismatchError, described
 from ..side_stream import SideStreams
 from ..tuning.device import BLOCKS_BESIDE
 from .sharding import Shard, Store
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 _IDLE = 2  # buckets that stay without being pinned: the current one and the one before
 _END = 1 << 40
+_APART = (
+    "under sharding=3 with find_unused=True a call in forward that all ranks wait in, such as that "
+    "of SyncBatchNorm, never ends behind parameters that only some ranks use: use them on all "
+    "ranks, times zero where they do not count, or train with sharding=2"
+)
 KEPT = "kept"  # pins what stays to the end of the pass, whoever uses it
 _T = TypeVar("_T")
 
@@ -87,7 +92,7 @@ class Gatherer:
         self._launched: list[int] = []
         self._latest = -1  # that was needed last in this pass
         self._blocks = 0  # in which everything is gathered, one inside of the other
-        self._varies = bucketer.varies  # ranks may need different buckets
+        self._varies = bucketer.usage.varies  # ranks may need different buckets
         self._compares = self._varies  # in this step, also where passes are as before
         self.peak = 0  # most bytes of gathered parameters at a time
 
@@ -152,6 +157,11 @@ class Gatherer:
         self.pins.clear()
         while self._resident:
             self._release(next(iter(self._resident)))
+
+    def explain(self, error: BaseException) -> None:
+        """Tells in an error of a step what a wait that ran out of time may have been."""
+        if self._varies and isinstance(error, DeadlineError):
+            error.args = (f"{error}; {_APART}",)
 
     def follow_pass(self, meanwhile: Callable[[], _T], give_up: Callable[[str], None]) -> _T:
         """A pass of a rank without data of its own, which takes part in the gathers of the others.
@@ -287,7 +297,7 @@ class Gatherer:
                 f"sharding=3: the ranks use parameters in different orders: one needs {names[0]}, "
                 f"another {names[1]}, rank {self._comm.rank} "
                 + ("nothing" if index is None else "one of them")
-                + "; find_unused=True lets them",
+                + f"; {self._bucketer.usage.lets_differ}",
                 rank=self._comm.rank,
             )
         return least

@@ -22,6 +22,14 @@ from ..errors import UnsupportedError
 
 State = Mapping[str, Any]
 
+# Methods, and others that do the same in another way.
+_SAME = (
+    ("update", "fused"),
+    ("update", "on_gpu"),
+    ("apply", "on_gpu"),
+    ("direction", "direction_on_gpu"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
@@ -36,6 +44,17 @@ class Optimizer:
 
     slots: ClassVar[tuple[str, ...]] = ()  # names of the state arrays, which begin as zeros
     layerwise: ClassVar[bool] = False  # needs the norms of whole parameters
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Who has a method of its own does not inherit what does the same as another's."""
+        super().__init_subclass__(**more)
+
+        def place(name: str) -> int:
+            return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
+
+        for name, other in _SAME:
+            if place(other) > place(name):
+                setattr(cls, other, getattr(Optimizer, other))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -84,7 +103,9 @@ class Optimizer:
 
     def direction_on_gpu(self, step: int) -> tuple[str, dict[str, float]]:
         """Layerwise: as `on_gpu`, for `direction`."""
-        return "gradient", {}
+        raise UnsupportedError(
+            f"{type(self).__name__} has no kernel for arrays on GPUs: give it direction_on_gpu()"
+        )
 
     def trust(self, weight_norm: float, norm: float) -> float:
         """Layerwise: the ratio by which the step of this parameter is scaled."""
@@ -274,6 +295,9 @@ class LARS(Optimizer):
 
     def direction(self, w: Any, g: Any, state: State, step: int, work: Any) -> None:
         return
+
+    def direction_on_gpu(self, step: int) -> tuple[str, dict[str, float]]:
+        return "gradient", {}
 
     def trust(self, weight_norm: float, norm: float) -> float:
         if weight_norm == 0 or norm == 0:

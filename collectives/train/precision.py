@@ -35,9 +35,28 @@ def wide_dtype(dtype: str) -> str:
     return "float32" if ITEM_SIZES[dtype] < 4 else dtype
 
 
-def kept_dtype(given: str, used: str, master_weights: bool) -> str:
-    """Of what the optimizer steps, and of its state, for a parameter that came in as `given`."""
-    return wide_dtype(given) if master_weights else used
+def used_dtypes(
+    values: Mapping[str, Any], computed: str | None, wide: Collection[str]
+) -> dict[str, str]:
+    """Dtypes that parameters (arrays by name) have in forward and backward: the one that is
+    `computed` in, but for those in `wide`; None: their own.
+    """
+    return {
+        name: dtype_name(x.dtype) if computed is None or name in wide else computed
+        for name, x in values.items()
+    }
+
+
+def kept_dtypes(
+    values: Mapping[str, Any], used: Mapping[str, str], master_weights: bool
+) -> dict[str, str]:
+    """Of what the optimizer steps, and of its state, for parameters (arrays by name as they came
+    in) that are `used` in these dtypes.
+    """
+    return {
+        name: wide_dtype(dtype_name(x.dtype)) if master_weights else used[name]
+        for name, x in values.items()
+    }
 
 
 def check_kept(kept: Collection[str], slots: Collection[str]) -> None:

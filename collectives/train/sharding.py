@@ -246,6 +246,15 @@ class Store:
                 sizes["state"] += shard.master.nbytes
         return sizes
 
+    def has_master(self, name: str) -> bool:
+        """True if the optimizer steps another array than the one that is used."""
+        shard = self.owners[name][0]
+        return shard.master is not shard.used
+
+    def used(self) -> dict[str, Any]:
+        """All parameters, whole, where they are used; not for stage 3."""
+        return {name: self.view(name, owner[0].full) for name, owner in self.owners.items()}
+
     def view(self, name: str, full: Any) -> Any:
         """A parameter within its bucket's memory."""
         _, start, length, shape = self.owners[name]
