@@ -367,6 +367,9 @@ class _Plain(Protocol):
         self, collective: int, x: Any, out: Any, op: int, root: int, algorithm: int | None, /
     ) -> bool: ...
 
+class _PlainTransfer(Protocol):
+    def __call__(self, sends: bool, x: Any, peer: int, tag: int, /) -> bool: ...
+
 class _Choose(Protocol):
     def __call__(self, collective: int, choices: list[tuple[int, int]], /) -> None: ...
 
@@ -491,8 +494,9 @@ class Communicator:
     def forget_plans(self) -> None: ...
     def intern(self, algorithm: str, /) -> int: ...
     def define(self, algorithm: str, schedule: Schedule, /) -> None: ...
-    def caller(self) -> tuple[_AllReduceInPlace, _Plain, _Choose, _Call, _Submit]:
-        """sum, plain, choose, call and submit: plain functions, bound to this communicator.
+    def caller(self) -> tuple[_AllReduceInPlace, _Plain, _PlainTransfer, _Choose, _Call, _Submit]:
+        """sum, plain, transfer, choose, call and submit: plain functions, bound to this
+        communicator.
 
         sum(x[, out]) sums plain buffers; False, and nothing done, for anything else.
 
@@ -500,6 +504,8 @@ class Communicator:
         that it lacks, if its arrays are contiguous ones of numpy of a dtype that numpy has, and lie
         as the collective needs; False, and nothing done, for anything else, which the general path
         judges.
+
+        transfer(sends, x, peer, tag) sends or receives such an array.
 
         choose(collective, choices) says which algorithms serve these two where none is named:
         (limit in bytes, number of the algorithm), by rising limit. Until then they answer False.

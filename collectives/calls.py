@@ -81,6 +81,7 @@ class Calls:
     _core: Core
     _fast_sum: Callable[..., bool]
     _plain: Callable[[int, Any, Any, int, int, int | None], bool]
+    _transfer: Callable[[bool, Any, int, int], bool]
     _choose: Callable[[int, list[tuple[int, int]]], None]
     _call: Callable[..., None]
     _submit: Callable[..., Any]

@@ -113,7 +113,8 @@ class Communicator(Reductions, Movements, PointToPoint):
         self._gpu_table = connection.gpu_table
         self._choose_by(DeviceTuner(self.size, settings.algorithm))
         functions = self._core.caller()
-        self._fast_sum, self._plain, self._choose, self._call, self._submit = functions
+        self._fast_sum, self._plain, self._transfer = functions[:3]
+        self._choose, self._call, self._submit = functions[3:]
         self._table("all_reduce")  # which `_fast_sum` goes by
         if device is not None:
             self._set_up_device(device)

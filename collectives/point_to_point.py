@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import _core
 from .array import Stream, View, finish, is_immutable, new_like, overlap, stream_of
 from .calls import DTYPES, Calls, integer
@@ -42,6 +44,8 @@ class PointToPoint(Calls):
         tag     0 to 2**32 - 1; matches a recv with the same tag
         stream  as of any collective, for arrays on a GPU
         """
+        if not async_op and stream is None and self._at_once_to(True, x, dest, tag):
+            return None
         source = view(x, writable=False, what="send: x")
         part = self._part(True, dest, tag, source)
         return self._move("send", [part], lambda: None, (x, source), async_op, stream)
@@ -56,6 +60,8 @@ class PointToPoint(Calls):
 
         Raises MismatchError if the message has another length or dtype; it is dropped then.
         """
+        if not async_op and stream is None and self._at_once_to(False, out, source, tag):
+            return out
         target, result = _landing(out, "recv: out")
         part = self._part(False, source, tag, target)
         return self._move("recv", [part], result, (out, target), async_op, stream)
@@ -87,6 +93,13 @@ class PointToPoint(Calls):
             self._part(True, dest, send_tag, outgoing),
         ]
         return self._move("sendrecv", parts, result, (x, out, outgoing, incoming), async_op, stream)
+
+    def _at_once_to(self, sends: bool, x: Any, peer: Any, tag: Any) -> bool:
+        """Sends or receives a plain array of numpy. False, and nothing done, if it is none, or a
+        group is open: that is for the general path.
+        """
+        plain = type(x) is np.ndarray and type(peer) is int and type(tag) is int
+        return plain and self._group is None and self._transfer(sends, x, peer, tag)
 
     def _part(self, sends: bool, peer: int, tag: int, array: View) -> Part:
         self._check_open()

@@ -252,7 +252,7 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
 
 void Communicator::run(const Call& call, const Options& options, bool lengthy) {
   check_open();
-  if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
+  look("began a call");
   if (queued_.load(std::memory_order_acquire) != 0) {
     const auto work = submit(call, options);
     // Not the waiter of calls, which the queue's thread may be using.

@@ -53,8 +53,10 @@ thread_local int slow_depth = 0;
 
 void Communicator::abort(const std::string& reason) {
   if (birth_.in_child()) check_open();
+  const bool first = !broken_;
   give_up(ErrorKind::aborted, "aborted: " + reason, reason);
   tell_peers();
+  if (first) note_error(name_of(ErrorKind::aborted), "aborted: " + reason, -1);
 }
 
 // Tells all ranks of the region, once, that this one leaves the common path, and why, whichever

@@ -127,7 +127,7 @@ void Communicator::worker() {
       if (broken_)
         throw Error(ErrorKind::aborted,
                     "a call before this one in the queue failed: " + broken_reason());
-      if (told_to_stop()) raise_told("rank " + std::to_string(config_.rank) + " began a call");
+      look("began a call");
       Busy busy(busy_);
       if (job.task)
         job.task->run(*this);

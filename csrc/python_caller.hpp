@@ -43,6 +43,8 @@ PyObject* plain_sum(PyObject* self, PyObject* const* args, Py_ssize_t nargs);
 // plain(collective, x, out, op, root, algorithm) -> bool: the same for any collective on arrays of
 // numpy, None where there is none, and by a number of an algorithm, None: by what its size chooses.
 PyObject* plain_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs);
+// transfer(sends, x, peer, tag) -> bool: the same for a message.
+PyObject* plain_transfer(PyObject* self, PyObject* const* args, Py_ssize_t nargs);
 // choose(collective, [(limit in bytes, number of the algorithm)]), by rising limit.
 PyObject* learn_choice(PyObject* self, PyObject* const* args, Py_ssize_t nargs);
 

@@ -181,6 +181,7 @@ constexpr PyMethodDef method(const char* name, const char* what) {
 PyMethodDef caller_methods[] = {
     method<plain_sum>("sum", "Sums plain buffers over the ranks; False if they are none."),
     method<plain_call>("plain", "Makes a call on plain arrays; False if they are none."),
+    method<plain_transfer>("transfer", "Sends or receives a plain array; False if it is none."),
     method<learn_choice>("choose", "Says which algorithms serve a collective."),
     method<fast_call>("call", "Runs a call."),
     method<fast_submit>("submit", "Queues a call."),

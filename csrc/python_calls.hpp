@@ -51,9 +51,8 @@ void install_wait_hooks();
 bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
                 Communicator::Options* options);
 
-// New references to the functions sum(x[, out]) -> bool, plain(collective, x, out, op, root,
-// algorithm) -> bool, choose(collective, [(limit, algorithm)]), call(...), and submit(...) -> Work,
-// bound to `comm`; see `caller` in _core.pyi.
+// New references to the functions sum, plain, transfer, choose, call and submit, bound to `comm`:
+// `caller` in _core.pyi says what they do.
 //   wrap_work   gives the Python object of a Work
 // Throws PythonError.
 using WrapWork = PyObject* (*)(std::shared_ptr<Work>);

@@ -288,6 +288,33 @@ PyObject* plain_call(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return run_plain(caller, plain.call, algorithm, plain.bytes, args + 1, 2);
 }
 
+PyObject* plain_transfer(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  if (nargs != 4) {
+    PyErr_Format(PyExc_TypeError, "a transfer takes 4 arguments, not %zd", nargs);
+    return nullptr;
+  }
+  Communicator& comm = *Caller::of(self).comm;
+  const bool sends = args[0] == Py_True;
+  const long peer = PyLong_AsLong(args[2]);
+  const unsigned long long tag = PyLong_AsUnsignedLongLong(args[3]);
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    Py_RETURN_FALSE;
+  }
+  Buffer x;
+  if (peer < 0 || peer >= comm.size() || tag > 0xffffffff ||
+      !x.get_array(args[1], sends ? PyBUF_SIMPLE : PyBUF_WRITABLE))
+    Py_RETURN_FALSE;
+  try {
+    comm.transfer({{sends, static_cast<int>(peer), static_cast<std::uint32_t>(tag), x.dtype,
+                    x.data(), x.bytes()}});
+  } catch (...) {
+    set_error_from_exception();
+    return nullptr;
+  }
+  Py_RETURN_TRUE;
+}
+
 PyObject* learn_choice(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   if (nargs != 2 || !PyList_Check(args[1])) {
     PyErr_SetString(PyExc_TypeError, "choose takes the number of a collective and a list");

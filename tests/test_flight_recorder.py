@@ -33,6 +33,27 @@ def ones(count=12, dtype=np.float32):
 # ---- records ------------------------------------------------------------------------------------
 
 
+def test_an_abort_is_an_error_of_all_ranks():
+    """Of the rank that aborts, and of one that hears of it when it begins its next call."""
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort("the disk is full")
+        wait_until(lambda: comm._core.why_broken)
+        with pytest.raises(cc.AbortedError, match="the disk is full"):
+            comm.all_reduce(ones())
+        return comm.dump()
+
+    dumps = cc.run_threads(2, body, timeout=20)
+    errors = [dump["error"] for dump in dumps]
+    assert [error["kind"] for error in errors] == ["aborted", "aborted"]
+    assert errors[0]["message"] == "aborted: the disk is full"
+    assert errors[1]["message"].endswith("the disk is full (rank 1 began a call)")
+    (sentence,) = diagnose(dumps)
+    assert sentence.endswith("rank 0 was the first to fail: aborted: the disk is full")
+
+
 def test_what_a_record_says():
     def body(comm):
         began = time.time()

@@ -189,6 +189,48 @@ def test_what_is_left_to_the_general_way():
         assert not taken(comm, collective, a, out, *more), (collective, a, out)
 
 
+def test_sends_and_receives():
+    def body(comm):
+        other, rank = 1 - comm.rank, comm.rank
+        strided = np.zeros(6, np.int64)[::2]
+
+        def refuse(*arguments):
+            raise AssertionError("this message went by the general way")
+
+        with pytest.raises(cc.ArrayError, match="contiguous"):
+            comm.recv(strided, other)
+        comm._core, core = type("Core", (), {"transfer": refuse})(), comm._core
+        for k, dtype, tag in ((0, "int8", 0), (3, "float32", 7), (9000, "complex128", 1 << 31)):
+            x, y = np.arange(k).astype(dtype) + rank, np.zeros(k, dtype)
+            for sends in (rank == 0, rank == 1):
+                if sends:
+                    assert comm.send(x, other, tag) is None
+                else:
+                    assert comm.recv(y, other, tag) is y
+            assert (y == x - rank + other).all()
+        comm._core = core
+        for a, dest, tag in (
+            (x, 2, 0),
+            (x, 0, 1 << 32),
+            (x, 0, -1),
+            (x.astype(">c16"), 0, 0),
+            (memoryview(x), 0, 0),
+            (strided, 0, 0),
+        ):
+            assert not comm._transfer(True, a, dest, tag)
+        frozen = np.ones(3)
+        frozen.flags.writeable = False
+        assert not comm._transfer(False, frozen, other, 0)
+        comm.barrier()
+        if rank == 0:
+            comm.send(np.ones(3, np.float32), 1)
+        else:
+            with pytest.raises(cc.MismatchError):
+                comm.recv(np.ones(4, np.float32), 0)
+
+    run(2, body)
+
+
 def test_arrays_that_overlap_in_part_are_refused():
     def body(comm):
         x = np.zeros(8, np.float32)
