@@ -27,18 +27,37 @@ class _Owner:
         self._core = core
 
 
+class _Dropped:
+    """Segments whose array is gone."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._segments: list[int] = []
+        self.closed = False  # no call can be at work in one
+
+    def add(self, segment: int) -> None:
+        self._segments.append(segment)
+        if self.closed:
+            self.release()
+
+    def release(self) -> None:
+        while self._segments:
+            self._core.release_segment(self._segments.pop())
+
+
 class SymmetricMemory:
     """The segments of one communicator's symmetric arrays, numbered alike on all ranks.
 
-    An array's segment is given back when the next one is made, and not when Python drops the array,
-    which may happen in the middle of a call.
+    An array's segment is given back before the next one is made, if no call is in the queue then,
+    or when the communicator is closed: not when Python drops the array, since a call may be reading
+    a peer's part meanwhile, by the mapping that goes with it. After `close` it goes with the array.
     """
 
     def __init__(self, core: Core, bootstrap: Bootstrap) -> None:
         self._core = core
         self._bootstrap = bootstrap
         self._numbers = itertools.count(1)
-        self._dropped: list[int] = []  # segments whose array is gone
+        self._dropped = _Dropped(core)
 
     def empty(self, shape: Sequence[int], dtype: Any, kind: str) -> Any:
         """What `Communicator.empty` says, on the host. Collective."""
@@ -50,6 +69,8 @@ class SymmetricMemory:
             raise ArrayError(f"empty: {nbytes} bytes are more than any machine addresses")
         mine: dict[str, Any] = {"bytes": nbytes, "handle": "", "failure": ""}
         try:
+            if self._core.drain(0):
+                self._dropped.release()
             mine["handle"] = self._core.make_segment(nbytes)
         except ClosedError:
             raise
@@ -61,8 +82,6 @@ class SymmetricMemory:
         if len(sizes) > 1:
             words = ", ".join(f"rank {r}: {a['bytes']} bytes" for r, a in enumerate(answers))
             raise ArrayError(f"empty: the ranks ask for different sizes ({words})")
-        while self._dropped:
-            self._core.release_segment(self._dropped.pop())
         segment = next(self._numbers)
         pointer, failure = 0, ""
         try:
@@ -75,8 +94,13 @@ class SymmetricMemory:
             self._core.release_segment(segment)
             raise
         owner = _Owner(self._core)
-        weakref.finalize(owner, self._dropped.append, segment).atexit = False
+        weakref.finalize(owner, self._dropped.add, segment).atexit = False
         return from_pointer(pointer, shape, name, owner=owner, kind=kind)
+
+    def close(self) -> None:
+        """Frees what arrays that are gone had; no call of this rank is at work any more."""
+        self._dropped.closed = True
+        self._dropped.release()
 
     def _ask(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         return [

@@ -11,6 +11,7 @@ from commands import TINY, check_rows, run, start
 
 import collectives
 from collectives import _core, run_threads
+from collectives.bench import measuring
 from collectives.bench.cases import Case
 from collectives.cli import compare
 from collectives.tuning import Tuner, model, work
@@ -56,7 +57,7 @@ def test_compare_with_an_algorithm_from_a_file(tmp_path):
 
 
 def test_png_without_matplotlib_says_what_to_install(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, err = run(capsys, "compare", "--threads", 2, "--png", tmp_path / "x.png")
     assert status == 2
     assert "pip install matplotlib" in err
@@ -79,6 +80,72 @@ def test_crossovers_in_words():
     assert lines[1] == "b is the fastest from 16 KiB to 64 KiB."
     same = _results({x: {"a": 1.0, "b": 1.02} for x in sizes})
     assert compare.in_words(same) == ["a is the fastest at every size (within 10%)."]
+
+
+def test_a_time_of_wrong_elements_is_none(capsys, monkeypatch, tmp_path):
+    """Nor the fastest, nor what the cost model is fitted to."""
+    fitted, verify = [], measuring.Bench.verify
+
+    def forged(bench, bound):
+        bad = verify(bench, bound)
+        return 7 if bound.kwargs.get("algorithm") == "direct_one_shot" else bad
+
+    monkeypatch.setattr(measuring.Bench, "verify", forged)
+    monkeypatch.setattr(model, "fit", lambda measured, *_: fitted.extend(measured) or {})
+    words = ("all_reduce", "--threads", 2)
+    only = ("--only", "ring", "--only", "direct_one_shot")
+    status, out, err = run(capsys, "compare", *words, *TINY, *only, "--fit")
+    assert status == 1, err
+    assert "ring is the fastest at every size (within 10%)." in out
+    assert out.count("WRONG ") == 2 and "# wrong elements: 14 FAILED" in out
+    assert {m.algorithm for m in fitted} == {"ring"}
+    status, out, err = run(capsys, "explain", *words, "--bytes", "1K", "--measure")
+    assert status == 1, err
+    assert "note: without direct_one_shot: 7 wrong elements" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("> direct_one_shot"))
+    assert " us         -  " in line
+
+
+def test_sizes_where_all_is_wrong_are_passed_over():
+    times = {4: {}, 16: {"a": 1.0}, 64: {"b": 1.0}, 256: {}}
+    assert compare.in_words(_results(times)) == [
+        "a is the fastest at 16 B; b passes it between 16 B and 64 B.",
+        "b is the fastest at 64 B.",
+    ]
+    assert compare.in_words(_results({4: {}})) == []
+    (line,) = _about({4: {}, 64: {"a": 1.0}}, "a")
+    assert line.endswith("is the fastest at 1 size (within 10%); at 1 size it was not measured.")
+
+
+BROKEN = """
+import collectives
+from collectives import Transfer
+
+@collectives.algorithm("all_reduce")
+def forgetful_of_the_test(n):
+    yield [Transfer(r, 0, chunk=0, reduce=True) for r in range(1, n)]
+"""
+
+
+def test_a_broken_algorithm_does_not_end_what_is_said_of_others(capsys, tmp_path):
+    source = tmp_path / "broken.py"
+    source.write_text(BROKEN)
+    broken = ("--import", source)
+    try:
+        for command in (
+            ("compare", "--threads", 2, *TINY),
+            ("explain", "all_reduce", "--ranks", 4),
+            ("explain", "all_reduce", "--bytes", "1K", "--threads", 2, "--measure"),
+        ):
+            status, out, err = run(capsys, *command, *broken)
+            assert status == 0, err
+            assert out.count("note: without forgetful_of_the_test: ") == 1
+        for command in (("bench", "-a"), ("compare", "--only")):
+            words = ("--threads", 2, *TINY, *broken)
+            status, out, err = run(capsys, *command, "forgetful_of_the_test", *words)
+            assert (status, out) == (2, "") and "misses the contributions" in err
+    finally:
+        collectives.unregister("forgetful_of_the_test")
 
 
 def _about(times, choose):
@@ -269,6 +336,14 @@ def test_the_fit_finds_the_figures_that_made_the_times():
     )
     assert found["steps"].entry_s == pytest.approx(made.entry_s, rel=0.05)
     assert found["steps"].slice_s == pytest.approx(made.slice_s, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [40, 1 / 40, 1e-4])
+def test_one_disturbed_time_does_not_outvote_the_others(factor):
+    rows = [model.Measurement("ring", "all_reduce", 1024, 51e-6)] * 8
+    rows.append(rows[0]._replace(seconds=51e-6 * factor))
+    figures = model.fit(rows, [0, 0], "shm")
+    assert model.errors(rows[:8], [0, 0], "shm", figures).max() < 0.01
 
 
 def test_explain_says_when_another_is_faster():

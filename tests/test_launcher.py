@@ -132,6 +132,34 @@ def test_what_ranks_have_written_is_passed_on_however_slowly_it_is_read(blocks):
     os.close(target)
 
 
+def test_lines_of_two_streams_do_not_mix_in_one_file(launch):
+    code = """
+    for _ in range(200):
+        os.write(1, b"o" * 9000 + b"\\n")
+        os.write(2, b"e" * 99 + b"\\n")
+    """
+    process = launch("-n", "2", "--label", code=code, stderr=subprocess.STDOUT)
+    status, out, _ = finish(process)
+    assert status == 0 and len(out.splitlines()) == 800
+    assert set(out.splitlines()) == {f"[{r}] {t}" for r in "01" for t in ("o" * 9000, "e" * 99)}
+
+
+def test_a_stream_that_nobody_reads_does_not_hold_the_other_back(launch):
+    code = """
+    import threading
+    threading.Thread(target=os.write, args=(1, b"o\\n" * (1 << 19)), daemon=True).start()
+    time.sleep(0.3)  # the launcher is at it
+    os.write(2, b"heard\\n")
+    comm.barrier()
+    """
+    process = launch("-n", "2", "--label", code=code)
+    heard = []
+    reader = threading.Thread(target=lambda: heard.extend(next(process.stderr) for _ in range(2)))
+    reader.start()
+    reader.join(15)
+    assert sorted(heard) == ["[0] heard\n", "[1] heard\n"]
+
+
 def write_all(into, line):
     with os.fdopen(into, "wb") as file:
         file.writelines([line + b"\n"] * 20)
@@ -171,6 +199,18 @@ def test_modules_arguments_and_input(launch):
     process = launch("-n", "1", "-m", "json.tool", "--compact", stdin=subprocess.PIPE)
     out, _ = process.communicate('{"a":  1}', timeout=20)
     assert (process.returncode, out) == (0, '{"a":1}\n')
+
+
+@pytest.mark.parametrize(
+    "before",
+    [["--"], ["-m"], ["--", "-m"], ["-m", "--"]],
+)
+def test_options_may_be_ended(launch, tmp_path, before):
+    """As in `env -- program`; a later -- is the program's."""
+    (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:])")
+    name = "program" if "-m" in before else "program.py"
+    process = launch("-n", "1", *before, name, "-n", "--", "2", cwd=tmp_path)
+    assert finish(process) == (0, "['-n', '--', '2']\n", "")
 
 
 def test_the_secret_is_not_on_a_command_line(launch):
@@ -250,6 +290,42 @@ def test_user_signals_do_not_end_the_job(launch):
     """
     process = launch("-n", "2", code=code)
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == 0
+
+
+@pytest.mark.faults
+def test_ctrl_z_stops_ranks_too(launch):
+    """With what they have started, until the launcher is told to go on."""
+    code = """
+    import subprocess
+    got = []
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    child = subprocess.Popen(["sleep", "60"])
+    comm.barrier()
+    tell(f"{os.getpid()} {child.pid}")
+    while not got:
+        time.sleep(0.01)
+    comm.barrier()
+    child.kill()
+    """
+
+    def own_group():  # one that a shell could continue, whatever pytest's own is
+        hear()
+        os.setpgid(0, 0)
+
+    process = launch("-n", "2", code=code, preexec_fn=own_group)
+    pids = [process.pid, *(int(p) for _ in range(2) for p in process.stdout.readline().split())]
+
+    def stopped():
+        states = [Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] for p in pids]
+        return [state == "T" for state in states]
+
+    for _ in range(2):
+        process.send_signal(signal.SIGTSTP)
+        wait_until(lambda: all(stopped()))
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: not any(stopped()))
     process.send_signal(signal.SIGUSR1)
     assert finish(process)[0] == 0
 
@@ -456,6 +532,10 @@ def test_too_few_files(launch):
     [
         (["-n", "2"], "no program to run"),
         (["-n", "2", "-m"], "no program to run"),
+        (["-n", "2", "--"], "no program to run"),
+        (["-n", "2", "-m", "--"], "no program to run"),
+        (["-n", "2", "--", "-m"], "no program to run"),
+        (["-n", "2", "--", "--limt", "2"], "unknown option '--limt'"),
         (["-n", "0", "x.py"], "'0' is no whole number >= 1"),
         (["x.py"], "required: -n"),
         (["-n", "2", "--nodes", "3", "x.py"], "2 ranks cannot be divided into 3 nodes"),

@@ -317,6 +317,69 @@ def test_bad_faults(tmp_path, fault, message):
     assert "line 11" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ("link: cable, node: 0, gpu: 0, slower: 2", "link: cable, node: 0, gpu: 2, slower: 2", ""),
+        ("link: rail, node: 0, gpu: 1, slower: 2", "link: rail, node: 0, gpu: 2, slower: 2", ""),
+        ("link: up, node: 0, gpu: 0, slower: 2", "link: up, node: 2, gpu: 0, slower: 2", ""),
+        ("node: 0, gpu: 0, slower: 2", "node: 0, gpu: 0, late: 1 us", ""),
+        (
+            "link: cable, node: 0, gpu: 0, slower: 2",
+            "link: cable, node: 0, gpu: 0, slower: 4",
+            "line 17: line 16 is on that cable link already; say it once",
+        ),
+        # One NIC of two GPUs, one rail of two nodes.
+        (
+            "link: cable, node: 1, gpu: 2, slower: 2",
+            "link: cable, node: 1, gpu: 3, broken: true",
+            "on that cable link already",
+        ),
+        (
+            "link: rail, node: 0, gpu: 0, slower: 2",
+            "link: rail, node: 1, gpu: 1, slower: 2",
+            "on that rail link already",
+        ),
+        (
+            "link: up, node: 0, gpu: 0, slower: 2",
+            "link: up, node: 1, gpu: 3, slower: 2",
+            "on that up link already",
+        ),
+        (
+            "node: 0, gpu: 0, slower: 2",
+            "node: 0, gpu: 0, slower: 2",
+            "line 17: line 16 is on that GPU already",
+        ),
+    ],
+)
+def test_a_link_has_one_fault(tmp_path, first, second, says):
+    """Two on one link, which GPUs and nodes may share, are one of them too many."""
+    text = f"""\
+nodes: 4
+gpus: 4
+devices:
+  nic: {{per: 2 gpus}}
+  leaf: {{per: 2 nodes, rails: nic}}
+  row: {{per: 2 nodes}}
+  spine: {{per: all}}
+  core: {{per: all}}
+links:
+  - {{name: cable, from: nic, to: leaf, bandwidth: 1 GB/s, latency: 1 us}}
+  - {{name: rail, from: leaf, to: spine, bandwidth: 1 GB/s, latency: 1 us}}
+  - {{name: pcie, from: gpu, to: nic, bandwidth: 1 GB/s, latency: 1 us}}
+  - {{name: side, from: nic, to: row, bandwidth: 1 GB/s, latency: 1 us}}
+  - {{name: up, from: row, to: core, bandwidth: 1 GB/s, latency: 1 us}}
+faults:
+  - {{{first}}}
+  - {{{second}}}
+"""
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            read(tmp_path, text)
+    else:
+        assert len(Network(read(tmp_path, text)).topology.faults) == 2
+
+
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown topology 'dgx-h10'.*did you mean 'dgx-h100'"):
         simulate.load("dgx-h10")

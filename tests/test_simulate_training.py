@@ -90,8 +90,10 @@ def test_shardings_send_what_they_should():
     assert sent["zero-1"] == pytest.approx(sent["ddp"], rel=0.01)
     assert sent["zero-3"] == pytest.approx(1.5 * sent["ddp"], rel=0.01)
     more = training.Job(params=4e9, algorithm="ring", bucket_bytes=4e9 * 2 / 32, accumulate=4)
-    ddp, two = (training.step(more, topology, 8, s) for s in ("ddp", "zero-2"))
-    assert ddp.communication_s == pytest.approx(sent["ddp"])  # once a step
+    for sharding in ("ddp", "zero-2"):  # once a step
+        once = training.step(more, topology, 8, sharding)
+        assert once.communication_s == pytest.approx(sent[sharding])
+    two = training.step(replace(more, reduce_every="micro-batch"), topology, 8, "zero-2")
     assert two.communication_s == pytest.approx(sent["ddp"] * (4 + 1) / 2, rel=0.01)
 
 
@@ -183,13 +185,14 @@ def pair(*, layer_s, params=4e8, layers=4, **job):
 MOVED = 0.010
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_layers_are_gathered_one_ahead(accumulate):
+@pytest.mark.parametrize(("accumulate", "every"), [(1, "step"), (3, "step"), (3, "micro-batch")])
+def test_layers_are_gathered_one_ahead(accumulate, every):
     """Computing dominates: only the first gathering and the last reduction are seen."""
-    topology, job = pair(layer_s=0.1, accumulate=accumulate)
+    topology, job = pair(layer_s=0.1, accumulate=accumulate, reduce_every=every)
+    reductions = accumulate if every == "micro-batch" else 1
     step = training.step(job, topology, 2, "zero-3")
     assert step.compute_s == pytest.approx(accumulate * 4 * 0.3)
-    assert step.communication_s == pytest.approx(accumulate * 4 * 3 * MOVED)
+    assert step.communication_s == pytest.approx(4 * (2 * accumulate + reductions) * MOVED)
     assert step.exposed_s == pytest.approx(2 * MOVED)
     assert step.algorithms == ("all_gather: ring", "reduce_scatter: ring")
 
@@ -238,26 +241,48 @@ def shared_nic(faults=()):
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_hybrid_reduces_between_nodes_once_over_a_shared_nic(accumulate):
+@pytest.mark.parametrize(("accumulate", "every"), [(1, "step"), (3, "step"), (3, "micro-batch")])
+def test_hybrid_reduces_between_nodes_over_a_shared_nic(accumulate, every):
     """One layer of 2 GB: halves of it move within a node; each of two GPUs has 5 GB/s of the NIC
     for an all_reduce of its half. That begins when all is computed and reduced within the node.
     """
-    job = training.Job(1e9, 1e6, layers=1, accumulate=accumulate, algorithm="ring")
+    job = training.Job(
+        1e9, 1e6, layers=1, accumulate=accumulate, reduce_every=every, algorithm="ring"
+    )
+    times = accumulate if every == "micro-batch" else 1
     step = training.step(job, shared_nic(), 4, "hybrid")
     moved, between = 1e9 / (100 * GB), 1e9 / (5 * GB)
-    assert step.communication_s == pytest.approx(accumulate * 3 * moved + between)
+    assert step.communication_s == pytest.approx(2 * accumulate * moved + times * (moved + between))
     assert step.exposed_s == pytest.approx(2 * moved + between)
 
 
-def test_zero_1_reduces_in_the_last_micro_batch_alone():
-    """ZeRO-2 in each."""
-    topology = lone(4, 400)
-    jobs = [training.Job(1e9, algorithm="ring", accumulate=k) for k in (1, 3)]
-    one, more = (training.step(job, topology, 4, "zero-1").communication_s for job in jobs)
+@pytest.mark.parametrize(("sharding", "each"), [("ddp", 3), ("zero-1", 2), ("zero-2", 2)])
+def test_gradients_are_reduced_in_the_last_micro_batch_alone(capsys, sharding, each):
+    """Or in each, where that is asked for: under ZeRO what is gathered after the step is half."""
+    topology, job = lone(4, 400), training.Job(1e9, algorithm="ring")
+    one, more, every = (
+        training.step(replace(job, **how), topology, 4, sharding).communication_s
+        for how in ({}, {"accumulate": 3}, {"accumulate": 3, "reduce_every": "micro-batch"})
+    )
     assert more == pytest.approx(one)
-    each = training.step(jobs[1], topology, 4, "zero-2").communication_s
-    assert each == pytest.approx(2 * one, rel=1e-3)  # reduced three times, gathered once
+    assert every == pytest.approx(each * one, rel=1e-3)
+    said = []
+    for how in ((), ("--reduce-every", "micro-batch")):
+        status, out, _ = run(
+            capsys, "simulate", "training", "--params", "1e8", "--sharding", sharding,
+            "--accumulate", "3", *how,
+        )  # fmt: skip
+        assert status == 0
+        said.append(out)
+    assert said[0] != said[1]
+
+
+def test_training_refuses_an_unknown_time_to_reduce(capsys):
+    with pytest.raises(ConfigError, match="known: 'step', 'micro-batch'"):
+        training.step(training.Job(1e9, reduce_every="batch"), lone(2, 100), 2, "ddp")
+    status, _, err = run(capsys, "simulate", "training", "--reduce-every", "micro-bath")
+    assert status == 2
+    assert "did you mean 'micro-batch'" in err
 
 
 # ---- what a topology has -------------------------------------------------------------------------

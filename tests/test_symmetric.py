@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import cases
 import launch
@@ -208,6 +209,60 @@ def test_memory_is_given_back():
     before = resident()
     assert all(cc.run_threads(2, body, timeout=60))
     assert resident() - before < 600 << 20  # of 2.5 GiB
+
+
+def test_memory_is_given_back_before_more_is_taken():
+    """And by `close`, or after it with the array."""
+
+    def body(comm):
+        for _ in range(2):
+            x = comm.empty(128 << 20, "uint8")
+            x[:] = 1
+            del x  # gone before the next one is made
+        comm.barrier()
+        most = resident()
+        part = comm.duplicate()
+        kept, dropped = (part.empty(128 << 20, "uint8") for _ in range(2))
+        kept[:], dropped[:] = 1, 1
+        del dropped
+        comm.barrier()
+        before = resident()
+        comm.barrier()
+        part.close()
+        comm.barrier()
+        closed = resident()
+        comm.barrier()
+        del kept
+        comm.barrier()
+        return most, before - closed, closed - resident()
+
+    start = resident()
+    for most, at_close, after in cc.run_threads(2, body, timeout=60):
+        assert most - start < 2.5 * (128 << 20)
+        assert at_close > 1.5 * (128 << 20)
+        assert after > 1.5 * (128 << 20)
+
+
+def test_nothing_is_given_back_under_a_call_in_the_queue():
+    """Which reads a peer's part of it by the mapping that this rank drops."""
+
+    def body(comm):
+        released = []
+        comm._memory._dropped._core = SimpleNamespace(
+            release_segment=lambda n: (released.append(n), comm._core.release_segment(n))
+        )
+        comm.empty(1000)
+        y = np.ones(1000, np.float32)
+        work = comm.all_reduce(y, async_op=True) if comm.rank == 0 else None
+        comm.empty(1000)
+        during = list(released)
+        work = work or comm.all_reduce(y, async_op=True)
+        work.wait(20)
+        comm.empty(1000)
+        return during, sorted(released)
+
+    found = cc.run_threads(2, body, timeout=20)
+    assert found == [([], [1, 2]), ([1], [1, 2])]
 
 
 def resident():

@@ -13,10 +13,8 @@ from collectives import cli, hardware, run_threads
 from collectives.config import parse_rules
 from collectives.tuning import (
     ANY_SIZE,
-    BY_NODE,
     Choice,
     Tuner,
-    host_tuning,
     model,
     tables,
     work,
@@ -130,28 +128,6 @@ def test_times_between_measured_sizes():
     assert table.times("all_reduce", 4 << 10)["ring"] == pytest.approx(2e-6)
     assert table.times("all_reduce", 1 << 30) == {}
     assert table.times("broadcast", 1 << 10) == {}
-
-
-def test_two_ranks_on_two_nodes_hand_nothing_on():
-    """Vectors travel with the agreement for longer, and messages are longer, than with more."""
-    for nodes, assembled, segment, lanes in (
-        ([0, 1], 128 << 10, 512 << 10, 2),
-        ([0, 1, 2], 16 << 10, 128 << 10, 4),
-        ([0, 0, 1, 1], 16 << 10, 128 << 10, 4),
-    ):
-        tuning = host_tuning(nodes.count(0), 8, messages=True, nodes=nodes)
-        assert (tuning.segment_bytes, tuning.lanes) == (segment, lanes), nodes
-        assert tuning.assembled_max == assembled, nodes
-    limit = 64 << 10
-    by_node = [Tuner([0, 0, 1, 1], False).choose("all_reduce", n) for n in (limit, limit + 4)]
-    assert by_node[0] == BY_NODE != by_node[1]
-    for collective, limit in (("all_gather", 128 << 10), ("all_to_all", 128 << 10),
-                              ("broadcast", 64 << 10)):  # fmt: skip
-        two = [Tuner([0, 1], False).choose(collective, n) for n in (limit, limit + 4)]
-        assert two[0].startswith("direct"), collective
-        for nbytes, kind in ((limit, "assembled"), (limit + 4, "steps")):
-            assert work.work_of(two[0], collective, nbytes, [0, 1], "mpi")[0] == kind, collective
-    assert host_tuning(2, 8, messages=True, nodes=[0, 0]).assembled_max == 16 << 10
 
 
 def test_forced_choices_lie_over_the_table():

@@ -24,7 +24,10 @@ def listen(host: str, port: int = 0, *, backlog: int = 1024) -> socket.socket:
     except (socket.gaierror, UnicodeError) as error:  # the latter: no name of a host at all
         raise BootstrapError(f"the address {host!r} is unknown: {error}") from error
     family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
+    try:
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise BootstrapError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

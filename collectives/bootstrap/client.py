@@ -20,6 +20,7 @@ from ..errors import (
     DeadlineError,
     PeerDiedError,
 )
+from . import descriptors
 from .forks import Birth, close_sockets_in_child
 from .groups import Base, Failure, failure_of, interrupted, part_name
 from .wire import (
@@ -153,6 +154,15 @@ class Tcp(Base):
             except OSError as error:
                 if isinstance(error, CollectiveError):
                     raise
+                if error.errno in descriptors.SHORT:
+                    if self._hosted is not None and descriptors.raise_limit(error.errno):
+                        continue
+                    raise BootstrapError(
+                        f"rank {self.rank} of {self.size} cannot reach the rendezvous at "
+                        f"{self._where}: {error.strerror}; raise the limit of open files with "
+                        "ulimit -n",
+                        rank=self.rank,
+                    ) from error
                 if self._parent is not None:
                     self._parent.check()
                 if time.monotonic() + pause >= deadline:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import hmac
 import itertools
 import math
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..config import DEFAULT_HEARTBEAT
 from ..errors import (
@@ -23,8 +22,10 @@ from ..errors import (
     DeadlineError,
     PeerDiedError,
 )
+from . import descriptors
 from .forks import Birth, close_sockets_in_child
-from .groups import Failure, Group, Round, failure_of, name_ranks, parent_of
+from .groups import Failure, Round, failure_of, name_ranks, parent_of
+from .meetings import Connection, Meeting, Timer, Wait
 from .wire import (
     ABORT,
     ACCEPTED,
@@ -38,7 +39,6 @@ from .wire import (
     HELLO_LIMIT,
     MAC,
     MAGIC,
-    NONCE,
     REFUSED,
     RESULT,
     WELCOME,
@@ -56,63 +56,8 @@ from .wire import (
 )
 
 STRANGERS = 256  # connections without a proof at a time; a job's own ranks come on top
+_HURRY = 1.0  # seconds that a stranger has at least, where others find no room
 REMEMBERED = 1024  # groups that ended before all came, for ranks that come to them late
-
-
-class _Connection:
-    """One connection as the server sees it."""
-
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        self.sock = sock
-        self.address = address
-        self.nonce = secrets.token_bytes(NONCE)
-        self.answer = bytearray()
-        self.outgoing = bytearray(MAGIC + self.nonce)
-        self.link: Link | None = None  # once it has proved the secret
-        self.meeting: _Meeting | None = None  # once it has joined a group
-        self.rank = -1
-        self.who = address
-        self.ending = False  # close it when all is sent
-        self.told = False  # knows of its group's failure
-        self.alarm = math.inf  # when the server next looks whether its wait is over
-        self.timers: list[_Timer] = []
-        self.proved_by = time.monotonic() + HANDSHAKE_SECONDS
-
-    @property
-    def where(self) -> str:
-        return f"rank {self.rank} ({self.who})"
-
-
-class _Timer:
-    """What happens when it is `when`, unless it was cancelled."""
-
-    def __init__(self, when: float, action: Callable[[], None]) -> None:
-        self.when = when
-        self.action: Callable[[], None] | None = action
-
-    def __lt__(self, other: _Timer) -> bool:
-        return self.when < other.when
-
-
-class _Wait(NamedTuple):
-    """A rank's pending call, and until when it waits."""
-
-    round: Round
-    deadline: float
-    seconds: float
-
-
-class _Meeting:
-    """A group of ranks on the server: who is in, and the call that each waits in."""
-
-    def __init__(self, name: str, size: int, host: _Connection) -> None:
-        self.group = Group(name, size)
-        self.founder = host
-        self.members: dict[int, _Connection] = {}
-        self.waiting: dict[int, _Wait] = {}
-        self.timers: list[_Timer] = []  # of those who wait for the others to come
-        self.complete = False
-        self.told: set[int] = set()  # ranks that know why it failed
 
 
 class Server:
@@ -125,7 +70,9 @@ class Server:
     heartbeat seconds until a rank's host that vanished is noticed
     host      how errors name the process that this runs in
 
-    Runs in a daemon thread of its own between `start` and `stop`.
+    Runs in a daemon thread of its own between `start` and `stop`. Each rank takes a file descriptor
+    of this process for every group that it is in. Where these run out, the soft limit is raised,
+    and at the hard one groups whose ranks do not all find room fail on all of them.
     """
 
     def __init__(
@@ -150,12 +97,14 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ)
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._connections: set[_Connection] = set()
-        self._strangers: dict[_Connection, None] = {}  # in order of arrival
-        self._meetings: dict[str, _Meeting] = {}
+        self._spare: socket.socket | None = socket.socket(socket.AF_UNIX)  # room for one more
+        self._short = 0  # the error since when there is no such room
+        self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # in order of arrival
+        self._meetings: dict[str, Meeting] = {}
         self._failed: dict[str, Failure] = {}  # why, by the job of a group that is broken
         self._deserted: dict[str, None] = {}  # groups that ended in trouble, oldest first
-        self._timers: list[_Timer] = []
+        self._timers: list[Timer] = []
         self._cancelled = 0  # timers that are still in the heap
         self._stop_at: float | None = None
         self._stopping = False
@@ -205,7 +154,7 @@ class Server:
 
     def _patience(self) -> float | None:
         ends = [self._timers[0].when] if self._timers else []
-        ends += [first.proved_by for first in itertools.islice(self._strangers, 1)]
+        ends += [s.came + HANDSHAKE_SECONDS for s in itertools.islice(self._strangers, 1)]
         if self._stop_at is not None:
             ends.append(self._stop_at)
         # poll() counts milliseconds in 31 bits: 24 days. Woken before it is time, it waits again.
@@ -221,29 +170,33 @@ class Server:
                     ClosedError, f"{self._host}, which hosts the rendezvous, has closed"
                 )
                 self._tell(meeting)
-        return time.monotonic() >= self._stop_at or not any(c.outgoing for c in self._connections)
+        owing = any(m.crowded and len(m.told) < m.group.size for m in self._meetings.values())
+        ended = not owing and not any(c.outgoing for c in self._connections)
+        return ended or time.monotonic() >= self._stop_at
 
     def close_sockets(self) -> None:
         for connection in self._connections:
             connection.sock.close()
+        if self._spare is not None:
+            self._spare.close()
         self._listener.close()
         self._wake_read.close()
         self._wake_write.close()
         self._selector.close()
 
-    def _at(self, when: float, action: Callable[[], None]) -> _Timer:
-        timer = _Timer(when, action)
+    def _at(self, when: float, action: Callable[[], None]) -> Timer:
+        timer = Timer(when, action)
         heapq.heappush(self._timers, timer)
         return timer
 
-    def _ring_timer(self, timer: _Timer) -> None:
+    def _ring_timer(self, timer: Timer) -> None:
         action, timer.action = timer.action, None
         if action is None:
             self._cancelled -= 1
         else:
             action()
 
-    def _cancel(self, timers: list[_Timer]) -> None:
+    def _cancel(self, timers: list[Timer]) -> None:
         """Forgets what the timers would have done; they themselves go when they are the most."""
         for timer in timers:
             if timer.action is not None:
@@ -260,8 +213,11 @@ class Server:
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
-        except OSError:  # gone again, or no descriptor is free: whoever it was tries again
-            time.sleep(0.01)
+        except OSError as error:
+            if error.errno in descriptors.SHORT:
+                self._make_room(error.errno)
+            else:  # gone again
+                time.sleep(0.01)
             return
         try:
             sock.setblocking(False)
@@ -273,9 +229,9 @@ class Server:
             sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         )
 
-    def _admit(self, sock: socket.socket, address: str) -> _Connection:
+    def _admit(self, sock: socket.socket, address: str) -> Connection:
         """A stranger, until it has proved the secret and joined; the oldest make room."""
-        connection = _Connection(sock, address)
+        connection = Connection(sock, address)
         self._connections.add(connection)
         self._strangers[connection] = None
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
@@ -283,23 +239,59 @@ class Server:
             self._close(next(iter(self._strangers)))
         return connection
 
+    def _make_room(self, number: int) -> None:
+        """No descriptor is free for who comes; `number` says so."""
+        if descriptors.raise_limit(number):
+            return
+        self._short = number
+        if self._spare is not None:  # it comes in and says to which group it belongs
+            self._spare.close()
+            self._spare = None
+            return
+        self._fail_crowded()
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None and oldest.came + _HURRY < time.monotonic():
+            self._close(oldest)
+        else:
+            time.sleep(0.01)
+
+    def _fail_crowded(self) -> None:
+        """Fails the groups that gather, if more of their ranks are missing than could still be on
+        connections that are in.
+        """
+        groups = [
+            meeting
+            for meeting in self._meetings.values()
+            if meeting.members and not meeting.complete and meeting.group.failure is None
+        ]
+        missing = sum(m.group.size - len(m.members) for m in groups)
+        if missing > len(self._strangers):
+            words = descriptors.in_words(self._short, self._host, missing)
+            for meeting in groups:
+                meeting.crowded = True
+                meeting.group.fail(BootstrapError, words)
+                self._tell(meeting)
+
     def _drop_silent_strangers(self) -> None:
         now = time.monotonic()
         while self._strangers:
             oldest = next(iter(self._strangers))
-            if oldest.proved_by > now:
+            if oldest.came + HANDSHAKE_SECONDS > now:
                 return
             self._close(oldest)
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
         if connection in self._connections:
             self._connections.remove(connection)
             self._cancel(connection.timers)
             self._selector.unregister(connection.sock)
             connection.sock.close()
+            if self._spare is None:
+                with contextlib.suppress(OSError):  # another thread was faster
+                    self._spare, self._short = socket.socket(socket.AF_UNIX), 0
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: Connection, events: int) -> None:
         if connection not in self._connections:
             return  # closed since select returned
         try:
@@ -320,17 +312,17 @@ class Server:
             else:
                 self._watch(connection)
 
-    def _watch(self, connection: _Connection) -> None:
+    def _watch(self, connection: Connection) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outgoing else 0)
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _send(self, connection: _Connection, kind: int, payload: bytes) -> None:
+    def _send(self, connection: Connection, kind: int, payload: bytes) -> None:
         if connection.link is not None and connection in self._connections:
             connection.outgoing += connection.link.seal(kind, payload)
             self._watch(connection)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         link = connection.link
         if link is None:
             data = connection.sock.recv(ANSWER - len(connection.answer))
@@ -353,7 +345,7 @@ class Server:
                 return
             self._handle(connection, *frame)
 
-    def _authenticate(self, connection: _Connection) -> None:
+    def _authenticate(self, connection: Connection) -> None:
         answer = bytes(connection.answer)
         magic = answer[: len(MAGIC)]
         if magic != MAGIC[: len(magic)]:
@@ -372,7 +364,7 @@ class Server:
 
     # Groups
 
-    def _handle(self, connection: _Connection, kind: int, payload: bytes) -> None:
+    def _handle(self, connection: Connection, kind: int, payload: bytes) -> None:
         if connection.meeting is None:
             if kind != HELLO:
                 raise ValueError(f"frame {kind} before a hello")
@@ -387,7 +379,7 @@ class Server:
             if group.failure is None:
                 current = group.put(rank, op, data)
                 deadline = time.monotonic() + bounded(timeout)
-                meeting.waiting[rank] = _Wait(current, deadline, timeout)
+                meeting.waiting[rank] = Wait(current, deadline, timeout)
                 if current.result is not None:
                     self._finish_round(meeting, current)
                 else:
@@ -408,7 +400,7 @@ class Server:
         if group.failure is not None:
             self._tell(meeting)
 
-    def _join(self, connection: _Connection, hello: Hello) -> None:
+    def _join(self, connection: Connection, hello: Hello) -> None:
         rank, size, name = hello.rank, hello.size, hello.group
         job, timeout = hello.job, hello.timeout
         connection.who = f"{hello.host}, pid {hello.pid}"
@@ -451,14 +443,14 @@ class Server:
             # While ranks gather, a set-up that contradicts itself can only end in a missing rank:
             # all hear of it now. A job that is complete goes on.
             if meeting is None and world:
-                meeting = self._meetings[name] = _Meeting(name, self.size, connection)
+                meeting = self._meetings[name] = Meeting(name, self.size, connection)
             if meeting is not None and not meeting.complete:
                 meeting.group.fail(BootstrapError, message, rank)
                 self._tell(meeting)
             self._refuse(connection, message)
             return
         if meeting is None:
-            meeting = self._meetings[name] = _Meeting(name, size, connection)
+            meeting = self._meetings[name] = Meeting(name, size, connection)
         connection.meeting = meeting
         assert connection.link is not None
         connection.link.limit = FRAME_LIMIT
@@ -482,12 +474,14 @@ class Server:
             deadline = time.monotonic() + bounded(timeout)
             expire = self._at(deadline, lambda: self._expire_meeting(meeting, hello.asked))
             meeting.timers.append(expire)
+            if self._short:
+                self._fail_crowded()
 
-    def _refuse(self, connection: _Connection, message: str) -> None:
+    def _refuse(self, connection: Connection, message: str) -> None:
         self._send(connection, ERROR, pack_failure(failure_of(BootstrapError, message)))
         connection.ending = True
 
-    def _finish_round(self, meeting: _Meeting, current: Round) -> None:
+    def _finish_round(self, meeting: Meeting, current: Round) -> None:
         assert current.result is not None
         result = pack_list(current.result)
         if len(result) > FRAME_LIMIT:
@@ -501,7 +495,7 @@ class Server:
     # One alarm a connection, set to the earliest deadline seen and moved on when it goes off too
     # early: a timer for each call would pile up, since nearly all end long before their deadline.
 
-    def _set_alarm(self, meeting: _Meeting, connection: _Connection) -> None:
+    def _set_alarm(self, meeting: Meeting, connection: Connection) -> None:
         deadline = meeting.waiting[connection.rank].deadline
         if deadline < connection.alarm:
             connection.alarm = deadline
@@ -509,7 +503,7 @@ class Server:
                 self._at(deadline, lambda: self._ring(meeting, connection, deadline))
             )
 
-    def _ring(self, meeting: _Meeting, connection: _Connection, set_to: float) -> None:
+    def _ring(self, meeting: Meeting, connection: Connection, set_to: float) -> None:
         if connection.alarm != set_to or connection not in self._connections:
             return
         connection.alarm = math.inf
@@ -523,7 +517,7 @@ class Server:
             meeting.group.expire(wait.round, connection.rank, wait.seconds)
             self._tell(meeting)
 
-    def _expire_meeting(self, meeting: _Meeting, seconds: float) -> None:
+    def _expire_meeting(self, meeting: Meeting, seconds: float) -> None:
         group = meeting.group
         if meeting.complete or group.failure is not None or not meeting.members:
             return
@@ -544,7 +538,7 @@ class Server:
             )
         self._tell(meeting)
 
-    def _lose(self, connection: _Connection, why: str) -> None:
+    def _lose(self, connection: Connection, why: str) -> None:
         self._close(connection)
         meeting = connection.meeting
         if meeting is None or meeting.members.get(connection.rank) is not connection:
@@ -561,7 +555,7 @@ class Server:
         if not meeting.members:
             self._desert(meeting)
 
-    def _desert(self, meeting: _Meeting) -> None:
+    def _desert(self, meeting: Meeting) -> None:
         """Who comes late to a group that is no more still hears why, if it is of the latest."""
         self._cancel(meeting.timers)
         self._deserted[meeting.group.name] = None
@@ -571,7 +565,7 @@ class Server:
             if name in self._meetings and not self._meetings[name].members:
                 self._failed.pop(self._meetings.pop(name).group.job, None)
 
-    def _tell(self, meeting: _Meeting) -> None:
+    def _tell(self, meeting: Meeting) -> None:
         """Sends a group's failure to all members that do not know it yet."""
         failure = meeting.group.failure
         assert failure is not None

@@ -204,6 +204,26 @@ def add_rest(parser: argparse._ActionsContainer) -> None:
     )
 
 
+# What matplotlib and others write by such an ending, and --png does not.
+_OTHER_PICTURES = {
+    *(".bmp", ".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".pgf", ".ps"),
+    *(".svgz", ".tif", ".tiff", ".webp"),
+}
+
+
+def check_picture(path: str | None) -> None:
+    """Raises ConfigError if a file of --png is named as a picture of another kind than PNG or SVG,
+    or matplotlib is missing.
+    """
+    if not path:
+        return
+    ending = Path(path).suffix
+    if ending.lower() in _OTHER_PICTURES:
+        raise ConfigError(f"{path}: --png writes no {ending}; end it with .png, or .svg for SVG")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png needs matplotlib: pip install matplotlib")
+
+
 def check_writable(*paths: str | None) -> None:
     """Raises ConfigError, before any work is done, if one of the files cannot be written by rank
     0, or two are the same.

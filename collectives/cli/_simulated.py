@@ -108,8 +108,7 @@ def compare(args: argparse.Namespace) -> int:
     _common.check_used([args.collective], root=args.root)
     if args.measured and not args.html:
         raise ConfigError("--measured goes with --html: the page shows measured runs beside")
-    if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install matplotlib")
+    _common.check_picture(args.png)
     if args.html and importlib.util.find_spec("plotly") is None:
         raise ConfigError("--html needs plotly: pip install plotly")
     _common.check_writable(args.json, args.png, args.html)

@@ -12,7 +12,6 @@ on each of the numbers of nodes that --nodes lists.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,7 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Results:
-    """Seconds by size, of algorithms and of peers; and the rows for JSON."""
+    """Seconds by size, of algorithms and of peers; and the rows for JSON. An algorithm with wrong
+    elements has no time at that size.
+    """
 
     case: Case
     algorithms: list[str]
@@ -124,9 +125,9 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def fastest(self, nbytes: int) -> str:
-        """The algorithm with the least time."""
+        """The algorithm with the least time, "" where none has one."""
         times = self.times[nbytes]
-        return min(times, key=lambda name: times[name])
+        return min(times, key=lambda name: times[name], default="")
 
 
 # What `compare --topology` goes by.
@@ -167,8 +168,7 @@ def run(args: argparse.Namespace) -> int:
             _common.algorithm(name)
         _common.check_used([args.collective], root=args.root, op=args.op)
         sizes(args.minbytes, args.maxbytes, args.stepfactor, None)
-        if args.png and importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--png needs matplotlib: pip install matplotlib")
+        _common.check_picture(args.png)
         if args.png and args.collective == "barrier":
             raise ConfigError("--png draws times over sizes; a barrier has none")
         _common.check_device(args)
@@ -274,7 +274,8 @@ def _measure(
         results.times[nbytes] = {}
         for name, bound, sample, bad in zip(algorithms, bounds, mine, wrong, strict=True):
             assert sample is not None
-            results.times[nbytes][name] = sample.median
+            if not bad:
+                results.times[nbytes][name] = sample.median
             results.rows.append(bench.row(case, name, bound, sample, bad, theirs, mode))
         results.peer_times[nbytes] = {
             peer.name: sample.median
@@ -309,7 +310,7 @@ def _cells(
     cells = [str(nbytes)]
     for name, bad in zip(results.algorithms, wrong, strict=True):
         text = "WRONG" if bad else report.microseconds(times[name] * 1e6)
-        cells.append(text + ("*" if name == best and len(times) > 1 else " "))
+        cells.append(text + ("*" if name == best and len(wrong) > 1 else " "))
     found = results.peer_times[nbytes]
     for name in peer_names:
         cells.append(report.microseconds(found[name] * 1e6 if name in found else None))
@@ -321,12 +322,14 @@ def in_words(results: Results) -> list[str]:
     stretches: list[tuple[str, int, int]] = []
     for nbytes, times in results.times.items():
         best = results.fastest(nbytes)
-        if stretches and times[stretches[-1][0]] <= _NEAR * times[best]:
+        if not best:
+            continue
+        if stretches and times.get(stretches[-1][0], math.inf) <= _NEAR * times[best]:
             name, low, _ = stretches[-1]
             stretches[-1] = (name, low, nbytes)
         else:
             stretches.append((best, nbytes, nbytes))
-    if len(results.algorithms) < 2:
+    if len(results.algorithms) < 2 or not stretches:
         return []
     if len(stretches) == 1:
         return [f"{stretches[0][0]} is the fastest at every size (within {_NEAR - 1:.0%})."]
@@ -351,6 +354,8 @@ def crossing(results: Results, first: str, second: str, low: int, high: int) -> 
     between the measured points in logarithms. None if they do not cross there.
     """
     a, b = results.times[low], results.times[high]
+    if second not in a or first not in b:
+        return None
     before, after = math.log(a[second] / a[first]), math.log(b[second] / b[first])
     if before <= 0 or after >= 0 or low < 1:
         return None
@@ -395,7 +400,8 @@ def _fit(comm: Communicator, results: Results) -> str:
     figures = model.fit(measured, comm.nodes, comm.transports)
     lines += [f"  {kind}: {model.in_words(found)}" for kind, found in figures.items()]
     off = model.errors(measured, comm.nodes, comm.transports, figures)
-    lines.append(f"predictions are off by {np.median(off):.0%} (median of {len(off)})")
+    if len(off):
+        lines.append(f"predictions are off by {np.median(off):.0%} (median of {len(off)})")
     return "\n".join(lines)
 
 

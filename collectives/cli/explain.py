@@ -1,7 +1,8 @@
 """Say which algorithm runs for a call, why, and what each is expected to take.
 
 Needs no ranks: --ranks and --nodes describe them. With --measure they are started on this host (or
-are those of mpirun), and the measured time of every algorithm stands beside the predicted one.
+are those of mpirun), and the measured time of every algorithm stands beside the predicted one; the
+exit status is 1 if any of them gave a wrong element.
 
 Predictions are alpha x steps + beta x bytes + gamma x bytes combined, with the figures of one
 machine: see collectives/tuning/model.py, and `compare --fit` for the figures of this one.
@@ -27,6 +28,7 @@ from ..tuning import Tuner, tables
 from ..tuning.device import MOST_RANKS, DeviceTuner
 from ..tuning.explain import explain
 from ..tuning.work import GPU
+from ..words import counted
 from . import _common, _ranks
 
 EXAMPLES = """\
@@ -202,10 +204,13 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
     bench = Bench(backend, max(1, elements) * case.itemsize, Effort(seconds=0.1))
     names = backend.tuner.candidates(args.collective)
     with _ranks.on_every_rank():
-        for name in names:
-            check_case(comm, case, name, None)
-    refused = bench.refused(case, names, elements, in_place)
-    names = [name for name in names if name not in refused]
+        check_case(comm, case, "auto", None)
+    left_out = bench.refused(case, names, elements, in_place)
+    names = [name for name in names if name not in left_out]
+    wrong = {name: bench.verify(bench.bound(case, name, elements, in_place)) for name in names}
+    failed = {name: counted(bad, "wrong element") for name, bad in wrong.items() if bad}
+    left_out |= failed
+    names = [name for name in names if name not in failed]
     runners = [bench.runner(bench.bound(case, name, elements, in_place)) for name in names]
     samples = take_turns(bench.clock, runners, bench.effort)
     measured = {
@@ -226,8 +231,7 @@ def _measure(comm: Communicator, args: argparse.Namespace) -> int:
                 cores=cores,
                 dtype=case.dtype,
                 measured=measured,
+                without=left_out,
             )
         )
-        for name, why in refused.items():
-            print(f"without {name}: {why}")
-    return 0
+    return 1 if failed else 0

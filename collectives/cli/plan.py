@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         overlap=args.overlap,
         checkpoint=args.checkpointing,
     )
+    _common.check_picture(args.png)
     _common.check_writable(args.json, args.png)
     stages = plan(job)
     print("\n".join(_table(job, stages)))
@@ -174,10 +175,8 @@ def _table(job: Job, stages: list[Stage]) -> list[str]:
 
 
 def _draw(job: Job, stages: list[Stage], path: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--png needs matplotlib: pip install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -5,8 +5,8 @@ ranks. If a rank fails, the others are stopped, and this command ends with the f
 status (128 + N if signal N ended it) after telling which rank that was. With --keep-going the
 others run on, for programs that call `Communicator.shrink`, and the job has succeeded if any rank
 has. Signals that this command gets are passed on to all ranks, but those that it was told to ignore
-(nohup); those that end ranks reach what they have started too. No rank outlives it, even if it is
-killed.
+(nohup); those that end, stop (Ctrl-Z) or continue ranks reach what they have started too. No rank
+outlives it, even if it is killed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ _PASSED_ON = (
     signal.SIGQUIT,
     signal.SIGUSR1,
     signal.SIGUSR2,
+    signal.SIGTSTP,
+    signal.SIGCONT,
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
+_TO_GROUPS = (*_ENDING, signal.SIGTSTP, signal.SIGCONT)
 _FIRST_ENDS = 3.0  # seconds that the rank that failed first has to end, once another has
 _CURES = {
     errno.EMFILE: "; raise the limit of open files (ulimit -n)",
@@ -62,7 +65,7 @@ _TIMED_OUT = 124  # exit status of --limit, as that of timeout(1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = f"{parser.prog} -n RANKS [options] (SCRIPT | -m MODULE) [arguments]"
+    parser.usage = f"{parser.prog} -n RANKS [options] [--] (SCRIPT | -m MODULE) [arguments]"
     parser.add_argument("-n", "--ranks", type=_positive, required=True, help="number of ranks")
     parser.add_argument(
         "--nodes", type=_positive, default=1, help="nodes to divide the ranks into (default 1)"
@@ -115,16 +118,16 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    program = [*(args.module or ()), *args.script]  # of a module's arguments, what follows a --
+    ended = program[:1] == ["--"]  # our options
+    program = program[ended:]
     if args.module is not None:
-        program = ["-m", *args.module]
-        missing = not args.module
-    else:
-        program = args.script
-        missing = not program
-    if missing:
+        program.insert(0, "-m")
+    as_module = args.module is not None or (ended and program[:1] == ["-m"])
+    if len(program) <= as_module:
         raise ConfigError("no program to run; write run -n 4 SCRIPT, or run -n 4 -m MODULE")
-    if args.script and args.module is None and args.script[0].startswith("-"):
-        raise ConfigError(f"unknown option {args.script[0]!r}; see run --help")
+    if program[0].startswith("-") and not as_module:
+        raise ConfigError(f"unknown option {program[0]!r}; see run --help")
     if args.ranks < args.nodes:
         raise ConfigError(f"{args.ranks} ranks cannot be divided into {args.nodes} nodes")
     job = _Job(args)
@@ -152,8 +155,10 @@ class _Rank:
         return self._code
 
     def signal(self, number: signal.Signals) -> None:
-        """To the rank, if it runs; and if it is to end, to what it has started too."""
-        if number in _ENDING:
+        """To the rank, if it runs; and if it is to end, stop or continue, to what it has started
+        too.
+        """
+        if number in _TO_GROUPS:
             try:
                 os.killpg(self.process.pid, number)
             except ProcessLookupError:  # it has left its group
@@ -317,6 +322,8 @@ class _Job:
             self._signal_all(signal.SIGTERM if quiet else number)
             if number in _ENDING:
                 self._stop(128 + number, None)
+            elif number == signal.SIGTSTP:
+                _suspend()
         now = time.monotonic()
         if limit is not None and now >= limit and self._status is None:
             running = [rank.rank for rank in self._ranks if rank.poll() is None]
@@ -370,7 +377,9 @@ class _Job:
             rank.signal(number)
 
     def _start_printers(self) -> None:
-        lock = threading.Lock()
+        # By file, which both streams may be: lines do not mix, and where nobody reads the one
+        # stream the other goes on.
+        locks: dict[tuple[int, int], threading.Lock] = {}
         for rank in self._ranks:
             for source, target in (
                 (rank.process.stdout, sys.stdout),
@@ -379,9 +388,18 @@ class _Job:
                 if source is not None:
                     closed = target is None  # by who started this
                     into = os.open(os.devnull, os.O_WRONLY) if closed else target.fileno()
+                    file = os.fstat(into)
+                    lock = locks.setdefault((file.st_dev, file.st_ino), threading.Lock())
                     printer = _Printer(source, into, rank.rank, lock)
                     printer.start()
                     self._printers.append(printer)
+
+
+def _suspend() -> None:
+    """Stops this process by the signal that it has blocked, until SIGCONT, which is heard next."""
+    signal.raise_signal(signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def _before_exec(parent: int, mask: Set[int]) -> Callable[[], None]:

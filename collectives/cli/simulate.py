@@ -106,6 +106,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help=f"micro-batches of a step ({default.accumulate})",
     )
     add(
+        "--reduce-every",
+        type=_common.one_of("reduce-every", training.REDUCE_EVERY),
+        default=default.reduce_every,
+        help="step (default): gradients are added up, and reduced in the last micro-batch; or "
+        "micro-batch",
+    )
+    add(
         "--layers",
         type=_common.positive,
         help=f"layers of equal size ({default.layers})",
@@ -205,6 +212,7 @@ def _training(args: argparse.Namespace) -> int:
         params=args.params,
         tokens=args.tokens,
         accumulate=args.accumulate,
+        reduce_every=args.reduce_every,
         layers=default.layers if args.layers is None else args.layers,
         bucket_bytes=default.bucket_bytes if args.bucket is None else args.bucket,
         mfu=args.mfu,

@@ -377,8 +377,23 @@ def _check_size(name: str, gpus: tuple[int, ...], nodes: int) -> None:
         )
 
 
+def _device_of(topology: Topology, fault: Fault) -> tuple[str, int, int]:
+    """What the fault is on: its link, and which device of a kind that goes up from."""
+    source = next((link.source for link in topology.links if link.name == fault.link), "gpu")
+    device = next(d for d in topology.devices if d.name == source)
+    node, place = fault.node, 0
+    if device.unit == "gpu":
+        place = fault.gpu // device.count
+    else:
+        node = node // device.count if device.unit == "node" else 0
+    if device.rails:
+        place = fault.gpu // next(d.count for d in topology.devices if d.name == device.rails)
+    return fault.link, node, place
+
+
 def _check_faults(topology: Topology) -> None:
     counts = topology.counts
+    seen: dict[tuple[str, int, int], list[Fault]] = {}
     for fault in topology.faults:
         if fault.node >= topology.nodes:
             raise ConfigError(
@@ -390,3 +405,12 @@ def _check_faults(topology: Topology) -> None:
                 f"{topology.file}, line {fault.line}: the fault is at GPU {fault.gpu} of node "
                 f"{fault.node}, whose GPUs are 0 to {counts[fault.node] - 1}"
             )
+        here = seen.setdefault(_device_of(topology, fault), [])
+        for other in here:
+            if fault.link or (fault.slower > 1 < other.slower) or (fault.late_s and other.late_s):
+                what = f"that {fault.link} link" if fault.link else "that GPU"
+                raise ConfigError(
+                    f"{topology.file}, line {fault.line}: line {other.line} is on {what} already; "
+                    "say it once"
+                )
+        here.append(fault)

@@ -10,12 +10,14 @@ Communication goes on beside computing, one collective after the other, each as 
 simulation of the fastest algorithm says:
 
     ddp      all_reduce of each bucket of gradients when it is full
-    zero-1   reduce_scatter of each bucket in the last micro-batch; all_gather of the parameters
-             after the step
-    zero-2   the same, but each micro-batch reduces, since only a shard of the gradients is kept
-    zero-3   parameters are gathered layer by layer, forward and again backward, one layer ahead;
-             reduce_scatter of each layer's gradients
+    zero-1   reduce_scatter of each bucket; all_gather of the parameters after the step
+    zero-2   the same
+    zero-3   parameters are gathered layer by layer, forward and again backward, one layer ahead, in
+             every micro-batch; reduce_scatter of each layer's gradients
     hybrid   zero-3 within a node, and all_reduce of the shards between nodes, on links of its own
+
+Micro-batches are added up where they are computed and reduced in the last one, as the trainer does
+unless it is told reduce_every="micro-batch": then all of them are, under every sharding.
 
 Sources: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 13 (2020), doi:10.14778/3415478.3415530 (buckets, overlap); S. Rajbhandari et al., "ZeRO:
@@ -51,6 +53,7 @@ _RESIDUE = 1e-9  # of a step: what sums of its times are off by is no time
 _MOST_CALLS = 1_000_000  # of a step: seconds, and 100 MB
 SHARDINGS = ("ddp", "zero-1", "zero-2", "zero-3", "hybrid")
 BY_LAYER = ("zero-3", "hybrid")  # others reduce in buckets
+REDUCE_EVERY = ("step", "micro-batch")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Job:
     params         number of parameters
     tokens         of a micro-batch of one GPU
     accumulate     micro-batches of a step
+    reduce_every   "step": gradients are reduced in the last micro-batch; "micro-batch": in each
     layers         layers of equal size
     bucket_bytes   of a bucket of gradients
     mfu            share of a GPU's peak that computing alone reaches, 0 < mfu <= 1
@@ -72,6 +76,7 @@ class Job:
     params: float
     tokens: float = 4096
     accumulate: int = 1
+    reduce_every: str = "step"
     layers: int = 32
     bucket_bytes: float = 25 * 2.0**20
     mfu: float = 0.5
@@ -79,6 +84,10 @@ class Job:
     jitter: float = 0.0
     overlap: bool = True
     algorithm: str = ""
+
+    def reduces(self, micro: int) -> bool:
+        """True if the gradients of that micro-batch, or of all by then, are reduced."""
+        return self.reduce_every == "micro-batch" or micro == self.accumulate - 1
 
 
 class Step(NamedTuple):
@@ -310,6 +319,8 @@ def check(job: Job, topology: Topology, ranks: int, sharding: str) -> Topology:
             f"{topology.file}, line 1: {topology.name} does not say how fast its GPUs are; add a "
             "line such as `flops: 989 TFLOP/s`"
         )
+    if job.reduce_every not in REDUCE_EVERY:
+        raise ConfigError(f"reduce_every={job.reduce_every!r}; known: 'step', 'micro-batch'")
     if not 0 < job.mfu <= 1:
         raise ConfigError(f"mfu is {job.mfu}, and must be more than 0 and at most 1")
     each, fewer = float(job.layers), "layers: take fewer layers"
@@ -414,24 +425,20 @@ def _backward(
             timeline.hidden(reduce(size), ready)
 
 
-def _ddp(t: _Timeline, job: Job, network: _Calls, micro: float, _: Topology) -> None:
+def _micro_batches(t: _Timeline, job: Job, micro: float, reduce: Callable[[float], float]) -> None:
     for i in range(job.accumulate):
-        last = i == job.accumulate - 1
-        _backward(t, job, micro, (lambda s: network.seconds("all_reduce", s)) if last else None)
+        _backward(t, job, micro, reduce if job.reduces(i) else None)
 
 
-def _zero(every: bool) -> Callable[[_Timeline, Job, _Calls, float, Topology], None]:
-    def fill(t: _Timeline, job: Job, network: _Calls, micro: float, _: Topology) -> None:
-        for i in range(job.accumulate):
-            reduces = every or i == job.accumulate - 1
-            _backward(
-                t, job, micro, (lambda s: network.seconds("reduce_scatter", s)) if reduces else None
-            )
-        end = t.end()
-        for size in _buckets(job, job.params * job.element_bytes):
-            end = t.communicate(network.seconds("all_gather", size), end)
+def _ddp(t: _Timeline, job: Job, network: _Calls, micro: float, _: Topology) -> None:
+    _micro_batches(t, job, micro, lambda s: network.seconds("all_reduce", s))
 
-    return fill
+
+def _zero(t: _Timeline, job: Job, network: _Calls, micro: float, _: Topology) -> None:
+    _micro_batches(t, job, micro, lambda s: network.seconds("reduce_scatter", s))
+    end = t.end()
+    for size in _buckets(job, job.params * job.element_bytes):
+        end = t.communicate(network.seconds("all_gather", size), end)
 
 
 def _sharded(group: str) -> Callable[[_Timeline, Job, _Calls, float, Topology], None]:
@@ -444,7 +451,6 @@ def _sharded(group: str) -> Callable[[_Timeline, Job, _Calls, float, Topology], 
             between = network.seconds("all_reduce", layer / sized.gpus[0], "rail")
         forward, backward = micro / 3 / job.layers, micro * 2 / 3 / job.layers
         parts = ([forward] * job.layers + [backward] * job.layers) * job.accumulate
-        last = len(parts) - job.layers
         here = t.communicate(gather)  # when the next layer's parameters are
         ended = 0.0
         for i, seconds in enumerate(parts):
@@ -455,9 +461,10 @@ def _sharded(group: str) -> Callable[[_Timeline, Job, _Calls, float, Topology], 
             if ahead and not t.overlap:
                 following = t.communicate(gather, ended)
             here = following
-            if i // job.layers % 2:
+            half = i // job.layers  # forward of a micro-batch, or backward
+            if half % 2 and job.reduces(half // 2):
                 scattered = t.hidden(scatter, ended)
-                if between and i >= last:
+                if between:
                     t.hidden(between, scattered, _BETWEEN)
 
     return fill
@@ -465,8 +472,8 @@ def _sharded(group: str) -> Callable[[_Timeline, Job, _Calls, float, Topology], 
 
 _FILL = {
     "ddp": _ddp,
-    "zero-1": _zero(False),
-    "zero-2": _zero(True),
+    "zero-1": _zero,
+    "zero-2": _zero,
     "zero-3": _sharded("all"),
     "hybrid": _sharded("node"),
 }

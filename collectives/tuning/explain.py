@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..config import DEFAULT_STAGING, checked_bytes, format_size
-from ..errors import UnsupportedError
+from ..errors import ScheduleError, UnsupportedError
 from ..schedule import algorithms, schedule
 from ..words import counted, size_words
 from . import ANY_SIZE, Tuner, model
@@ -45,13 +45,20 @@ def candidates(
     root: int = 0,
     cores: int | None = None,
     measured: Mapping[str, float] | None = None,
-) -> list[Candidate]:
-    """All algorithms that can serve the call, the fastest first: as measured, else as predicted."""
+) -> tuple[list[Candidate], dict[str, ScheduleError]]:
+    """All algorithms that can serve the call, the fastest first: as measured, else as predicted.
+    And why each that is broken cannot.
+    """
     n = len(nodes)
-    found = []
+    found: list[Candidate] = []
+    broken: dict[str, ScheduleError] = {}
     node = list(nodes) if len(set(nodes)) > 1 else []
     for name in tuner.candidates(collective, root):
-        cost = schedule(name, collective, n, root=root, node=node).cost()
+        try:
+            cost = schedule(name, collective, n, root=root, node=node).cost()
+        except ScheduleError as error:
+            broken[name] = error
+            continue
         predicted = model.predict(
             name,
             collective,
@@ -74,13 +81,13 @@ def candidates(
             )
         )
     unknown = float("inf")
-    return sorted(
-        found,
+    found.sort(
         key=lambda c: (
             c.measured if c.measured is not None else unknown,
             c.predicted if c.predicted is not None else unknown,
-        ),
+        )
     )
+    return found, broken
 
 
 _BARRIER = (
@@ -101,6 +108,7 @@ def explain(
     cores: int | None = None,
     dtype: str | None = None,
     measured: Mapping[str, float] | None = None,
+    without: Mapping[str, str] | None = None,
     between: Between | None = None,
 ) -> str:
     """What would run for a call of `nbytes`, why, and what it and the others are expected to take.
@@ -113,6 +121,7 @@ def explain(
     cores       that the ranks of a node share; None: each has one of its own
     dtype       of the elements, to be named
     measured    seconds by algorithm, to be shown beside; otherwise those of the measured table
+    without     algorithms that were not measured, and why
     between     how arrays on GPUs go between nodes, where that is known
     """
     n = len(nodes)
@@ -136,13 +145,19 @@ def explain(
     ]
     if n == 1:
         return "\n".join([*lines, "One rank: nothing is sent."])
-    found = []
+    found: list[Candidate] = []
+    broken: dict[str, ScheduleError] = {}
     if n <= MOST_RANKS:
-        found = candidates(
+        found, broken = candidates(
             collective, nbytes, nodes, transport, tuner=tuner, cores=cores, measured=measured
         )
+    if choice in broken:
+        raise broken[choice]
+    left_out = {**broken, **(without or {})}
+    notes = [f"note: without {name}: {why}" for name, why in left_out.items()]
     if collective == "barrier" and not forced:
         others = ["", _OTHERS, "", *_ranking(found, "", measured is not None)] if found else []
+        others += notes
         return "\n".join([*lines, *_BARRIER, *others])
     mine = next((c for c in found if c.algorithm == choice), None)
     if mine is None and n <= MOST_RANKS:
@@ -174,7 +189,7 @@ def explain(
                 f"{-(-n // 8)}{sized}",
             ]
         )
-    lines += ["", *_ranking(found, choice, measured is not None)]
+    lines += ["", *_ranking(found, choice, measured is not None), *notes]
     fastest = found[0]
     known = fastest.measured if measured else fastest.predicted
     own = mine.measured if measured else mine.predicted
