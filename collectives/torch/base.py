@@ -23,7 +23,7 @@ from .short import ShortWays
 from .streams import SideStreams, StreamWork, stream_of_caller
 from .tensors import Call
 from .tracks import CallbackTrack, MainTrack, key_of, mix, next_key
-from .work import CompletedWork, JoinedWork, PendingWork
+from .work import CompletedWork, DoneWork, JoinedWork, PendingWork
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()
 _ALONE = key_of("a group of one rank")
@@ -36,6 +36,9 @@ class BaseGroup(dist.ProcessGroup):
     """
 
     monitors_barriers = True
+    # That of `init_process_group`. Not under torch's name for it, by which device meshes tell that
+    # a group can be split.
+    device_id: torch.device | None = None
 
     def __init__(self, meeting: Meeting, name: str) -> None:
         # The constructor with a store makes torch look for C++ backends.
@@ -58,6 +61,7 @@ class BaseGroup(dist.ProcessGroup):
         self.callback_completer = Completer()
         # Groups of one rank that correspond have other names on other ranks.
         self._key = key_of(name) if self._size > 1 else mix(_ALONE, next(_alone))
+        self._done = DoneWork(self._key, self._main)
         self._barriers = itertools.count()
         self._transfer_futures = itertools.count()
         self._coalesced: list[dist.Work] | None = None
@@ -175,13 +179,14 @@ class BaseGroup(dist.ProcessGroup):
                     [self._callbacks.submit(key, call.steps, call.keep)], call, outputs, key, opts
                 )
             if self._size == 1 or not (opts is None or opts.asyncOp):
+                number = 0
                 for step in call.steps:
-                    self._main.call(step)
+                    number = self._main.call(step)
                 if call.finish is not None:
                     call.finish()
                 if key is not None:
                     return self._note(CompletedWork(outputs, key))
-                return self._note(CompletedWork(outputs, self._key, self._main.calls))
+                return self._note(CompletedWork(outputs, self._key, number))
             return self._submit(self._main, call, outputs)
 
     def _submit(self, track: MainTrack, call: Call, outputs: Any) -> PendingWork:

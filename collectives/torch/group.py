@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from .base import BaseGroup
 from .joining import Meeting
 from .profiling import profiled, shown
 from .sparse import all_reduce_sparse
+from .streams import gpus_of_barrier
 from .tensors import (
     PLAIN,
     SUM,
@@ -38,9 +40,7 @@ from .tensors import (
 from .tracks import MainTrack, Step, in_callback
 from .transfers import Transfers
 from .untraced import untraced_methods
-from .work import CompletedWork, Gathered, PendingWork
-
-DONE = CompletedWork([])  # of calls that torch waits for, and that are over when they return
+from .work import Gathered, PendingWork
 
 
 def _rooted(opts: Any, root: int | None = None) -> Any:
@@ -107,18 +107,17 @@ class CollectivesGroup(Transfers, BaseGroup):
         op = op_for(opts.reduceOp, dtype)
         if op.divide or self._coalesced is not None or tensor.is_conj() or tensor.is_neg():
             return None
-        if profiled():
+        if profiled() or in_callback():
             return None
         if self._size == 1 and op is SUM:
-            return DONE
-        if in_callback():
-            return None
+            self._main.next_number()
+            return self._done
         number, times = reduced(dtype)
         pointer, count = tensor.data_ptr(), tensor.numel() * times
         if not pointer and count:
             return None
         self._main.all_reduce(number, pointer, count, op.number, op.factor, tensor.nbytes)
-        return DONE
+        return self._done
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if any(t.layout is not torch.strided for t in tensors):
@@ -145,22 +144,13 @@ class CollectivesGroup(Transfers, BaseGroup):
         if len({t.dtype for t in tensors}) > 1 or sum(t.nbytes for t in tensors) > _PACK_BELOW:
             return self._all_reduce(tensors, opts)
         call = Call(tensors[0])
-        op = op_for(opts.reduceOp, tensors[0].dtype)
-        call.source_of(tensors)  # checks devices
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        number, times = reduced(flat.dtype)
-        self._add(call, "all_reduce", number, flat, flat, op, count=flat.numel() * times)
-        self._divide(call, op, flat)
-        call.keep.append(flat)
-
-        def spread() -> None:
-            at = 0
-            for tensor in tensors:
-                n = tensor.numel()
-                tensor.detach().copy_(flat[at : at + n].view(tensor.shape))
-                at += n
-
-        call.after.append(spread)
+        dtype = tensors[0].dtype
+        op, (number, times) = op_for(opts.reduceOp, dtype), reduced(dtype)
+        held = call.target_of(tensors, loaded=True)
+        count, nbytes = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+        self._add(call, "all_reduce", number, held, held, op, count=count * times, nbytes=nbytes)
+        if op.divide:  # each where it is
+            call.after += [partial(divide_integers, t, self._size) for t in tensors]
         return self._make(call, list(tensors), opts)
 
     def reduce(
@@ -351,6 +341,7 @@ class CollectivesGroup(Transfers, BaseGroup):
             _same_dtype("gather", output, input)
             expect("gather: output", output.numel(), input.numel() * self._size)
             target = call.target(output)
+            source = _apart(call, source, target, output.numel(), self._rank * source.numel())
         self._add(
             call, "gather", number, source, target, root=opts.rootRank,
             out_blocks=input.numel() * times, nbytes=input.nbytes * self._size,
@@ -437,14 +428,12 @@ class CollectivesGroup(Transfers, BaseGroup):
         return self._make(call, list(outputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Behind what is on torch's current stream of the group's GPU, and of those in
-        `device_ids`: the host waits for that, also if the barrier is asynchronous.
+        """Behind what is on torch's current streams of `gpus_of_barrier`: the host waits for that,
+        also if the barrier is asynchronous.
         """
         engine = self._main.comm._device
-        ordinals = set() if engine is None else {engine.device}
-        if torch.cuda.is_initialized():
-            ordinals.update(getattr(opts, "device_ids", None) or ())
-        for ordinal in ordinals:
+        used = None if engine is None else engine.device
+        for ordinal in gpus_of_barrier(used, self.device_id, opts):
             torch.cuda.current_stream(ordinal).synchronize()
         call = Call(None)
         call.steps.append(Step("barrier", 0, 0, 0))
@@ -455,7 +444,7 @@ class CollectivesGroup(Transfers, BaseGroup):
         if opts is None or opts.asyncOp:
             return work
         work.wait(limit)
-        return DONE
+        return work
 
     # ---- steps
 

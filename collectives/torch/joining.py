@@ -15,6 +15,7 @@ trips for each rank: two writes, and a look now and then.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -32,6 +33,10 @@ from ..bootstrap.wire import GRACE
 from ..communicator import Communicator
 from ..errors import BootstrapError, ClosedError
 from .rendezvous import met_through_mpi
+
+# Rank 0 may hold the store, and its program may end with what it says at last. So it waits this
+# long at most, in seconds, until those that came have heard it.
+HEARD = 1.0
 
 
 class Meeting(NamedTuple):
@@ -96,6 +101,7 @@ class Meeting(NamedTuple):
                 "missing"
             )
             say(words, error, missing[0])
+            await_heard(self.store, [f"{apart}/{rank}/heard" for rank in words], stop)
             raise BootstrapError(error, rank=0, peer=missing[0])
         say(words)
         return apart
@@ -112,6 +118,7 @@ class Meeting(NamedTuple):
                 self.store.set(f"{answered}/{self.rank}", word)
             elif word in said["words"]:
                 if said["error"]:
+                    tell_heard(self.store, f"{answered}/{self.rank}/heard")
                     raise BootstrapError(said["error"], rank=self.rank, peer=said["peer"])
                 return str(answered)
         raise BootstrapError(
@@ -132,9 +139,31 @@ class Meeting(NamedTuple):
             comm = world.Create_group(group, zlib.crc32(self.apart.encode()) & 0x7FFF)
             group.Free()
             return Mpi(comm, self.timeout, own=True)
-        return through_store(
-            self.store, self.rank, self.size, timeout=self.timeout, name="communicator"
-        )
+        try:
+            return through_store(
+                self.store, self.rank, self.size, timeout=self.timeout, name="communicator"
+            )
+        except BootstrapError:
+            if self.rank:
+                tell_heard(self.store, f"failed/{self.rank}")
+            else:
+                await_heard(self.store, [f"failed/{rank}" for rank in range(1, self.size)])
+            raise
+
+
+def tell_heard(store: Any, key: str) -> None:
+    """Tells rank 0 that this one has heard it."""
+    with contextlib.suppress(RuntimeError):  # of torch, where rank 0 has gone with the store
+        store.set(key, b"")
+
+
+def await_heard(store: Any, keys: list[str], stop: threading.Event | None = None) -> None:
+    """Returns when all have told under these keys that they have heard rank 0, or after HEARD
+    seconds.
+    """
+    for _ in _looks(HEARD, stop or threading.Event()):
+        if all(store.check([key]) for key in keys):
+            return
 
 
 def _looks(seconds: float, stop: threading.Event) -> Iterator[None]:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from .group import CollectivesGroup
@@ -101,18 +102,19 @@ def can_take_part() -> bool:
     return True
 
 
-def devices_of_new_group() -> dict[str, str] | None:
-    """The backend of each kind of device in the group that torch is making; None where that cannot
-    be seen. torch does not tell it to a backend, so it is taken from the function that makes the
-    group.
+def told_of_new_group() -> tuple[dict[str, str], torch.device | None]:
+    """The backend of each kind of device in the group that torch is making, and its `device_id`;
+    nothing where that cannot be seen. torch does not tell it to a backend, so it is taken from the
+    function that makes the group.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
         config: Any = frame.f_locals.get("backend_config")
         if config is not None and hasattr(config, "get_device_backend_map"):
-            return {str(k): str(v) for k, v in config.get_device_backend_map().items()}
+            devices = {str(k): str(v) for k, v in config.get_device_backend_map().items()}
+            return devices, frame.f_locals.get("device_id")
         frame = frame.f_back
-    return None
+    return {}, None
 
 
 def in_place(group: CollectivesGroup) -> CollectivesGroup | CollectivesBackend:
@@ -121,7 +123,9 @@ def in_place(group: CollectivesGroup) -> CollectivesGroup | CollectivesBackend:
     Where there should be several and this torch cannot have them, the group is all this runtime's,
     and a UserWarning says so.
     """
-    devices = devices_of_new_group() or {}
+    devices, device_id = told_of_new_group()
+    # torch notes it in a group of its own, which this one replaces, and later groups inherit it.
+    group.device_id = device_id or getattr(dist.group.WORLD, "device_id", None)
     if len(set(devices.values())) < 2:
         return group
     if can_take_part():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 from ..bootstrap.groups import name_ranks
 from ..errors import AbortedError, DeadlineError
-from .joining import Meeting
+from .joining import Meeting, await_heard, tell_heard
 
 # Rank 0 speaks first: the others wait this much longer for what it says, in seconds.
 _GRACE = 5.0
@@ -21,7 +22,7 @@ def monitored_barrier(
     *,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Returns when all ranks have called it.
+    """Returns when all ranks have called it; on rank 0 when they have heard so.
 
     number          sets this barrier apart from all others in the meeting's store
     timeout         a timedelta or seconds; that of the group if None
@@ -48,6 +49,7 @@ def monitored_barrier(
                 peer=0,
             )
         said = bytes(store.get(f"{where}/said")).decode()
+        tell_heard(store, f"{where}/{meeting.rank}/heard")
         if said != "all came":
             raise AbortedError(
                 f"monitored_barrier: rank {meeting.rank} came, but {said}", rank=meeting.rank
@@ -60,6 +62,8 @@ def monitored_barrier(
             if not wait_all_ranks:
                 break
     store.set(f"{where}/said", _words(missing, seconds) if missing else "all came")
+    came = [r for r in range(1, meeting.size) if not missing or store.check([f"{where}/{r}"])]
+    await_heard(store, [f"{where}/{rank}/heard" for rank in came])
     if missing:
         raise DeadlineError(
             f"monitored_barrier: {_words(missing, seconds)}", rank=0, peer=missing[0]
@@ -70,9 +74,9 @@ def _words(missing: Iterable[int], seconds: float) -> str:
     return f"{name_ranks(missing)} did not come within {seconds:g} s"
 
 
-def _wait_for(store: object, key: str, end: float) -> bool:
+def _wait_for(store: Any, key: str, end: float) -> bool:
     pause = 2e-4
-    while not store.check([key]):  # type: ignore[attr-defined]
+    while not store.check([key]):
         if time.monotonic() >= end:
             return False
         time.sleep(pause)

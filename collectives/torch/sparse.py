@@ -9,7 +9,7 @@ import torch
 
 from ..errors import UnsupportedError
 from .tensors import Tensor
-from .work import CompletedWork, PendingWork
+from .work import CompletedWork
 
 if TYPE_CHECKING:
     from .group import CollectivesGroup
@@ -31,7 +31,9 @@ def all_reduce_sparse(group: CollectivesGroup, tensors: Sequence[Tensor], opts: 
         size, dense_dims = group.size(), mine.dense_dim()
         shape = torch.tensor([mine.sparse_dim(), dense_dims, mine._nnz(), *mine.shape])
         shapes = [torch.empty_like(shape) for _ in range(size)]
-        group.allgather([shapes], [shape]).wait()
+        work = group.allgather([shapes], [shape])  # on the host, where calls have keys
+        work.wait()
+        key = work.future_key()
         same = shape.clone()
         for other in shapes:
             same[2] = other[2]
@@ -46,10 +48,7 @@ def all_reduce_sparse(group: CollectivesGroup, tensors: Sequence[Tensor], opts: 
         all_indices = [indices.new_empty((n, *indices.shape[1:])) for n in counts]
         all_values = [values.new_empty((n, *values.shape[1:])) for n in counts]
         group.allgather([all_indices], [indices]).wait()
-        gathered = group.allgather([all_values], [values])
-        gathered.wait()
-        if isinstance(gathered, PendingWork):  # on GPUs callbacks' calls go by their order
-            key = gathered.future_key()
+        group.allgather([all_values], [values]).wait()
         total = torch.sparse_coo_tensor(
             torch.cat(all_indices).t(), torch.cat(all_values), mine.shape, check_invariants=False
         ).coalesce()

@@ -37,6 +37,23 @@ def stream_of_caller(device: torch.device) -> Stream:
     return Stream(stream.cuda_stream, device.index, beside=stream.priority < 0)
 
 
+def gpus_of_barrier(used: int | None, device_id: torch.device | None, opts: Any) -> list[int]:
+    """The GPUs whose current streams a barrier comes behind: the one that the group has used, if
+    any; those of `device_ids`, or else of `device_id`; and the current one, if it is in use.
+    """
+    found = set() if used is None else {used}
+    if torch.cuda.is_initialized():
+        named = set(getattr(opts, "device_ids", None) or ())
+        if not named:
+            devices = device_id, getattr(opts, "device", None)
+            named = {d.index for d in devices if d is not None and d.type == "cuda"}
+        current = torch.cuda.current_device()
+        if torch._C._cuda_hasPrimaryContext(current):  # which a wait would make there
+            named.add(current)
+        found |= named - {None}
+    return sorted(found)
+
+
 class Side:
     """The side stream of a GPU. It is one of torch's, which are never destroyed: when a tensor that
     was recorded on it is freed, torch marks its end there, and that may be after the group's.

@@ -210,27 +210,25 @@ class Call:
         if follow_each_other(tensors):
             self.keep.append(tensors)
             return next((t for t in tensors if t.numel()), tensors[0])
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        flat = _together(tensors)
         self.keep.append(flat)
         return flat
 
-    def target_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Memory to write the tensors to, one behind the other."""
+    def target_of(self, tensors: Sequence[Tensor], *, loaded: bool = False) -> Tensor:
+        """Memory to write the tensors to, one behind the other; with `loaded`, it holds their
+        values first.
+        """
         tensors = [self._checked(tensor) for tensor in tensors]
         if follow_each_other(tensors):
             self.keep.append(tensors)
             return next((t for t in tensors if t.numel()), tensors[0])
-        first = tensors[0]
-        total = sum(t.numel() for t in tensors)
-        flat = torch.empty(total, dtype=first.dtype, device=first.device)
+        lengths = [t.numel() for t in tensors]
+        flat = _together(tensors) if loaded else tensors[0].new_empty(sum(lengths))
         self.keep.append(flat)
 
         def spread() -> None:
-            at = 0
-            for tensor in tensors:
-                n = tensor.numel()
-                tensor.detach().copy_(flat[at : at + n].view(tensor.shape))
-                at += n
+            for tensor, part in zip(tensors, flat.split_with_sizes(lengths), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
         self.after.append(spread)
         return flat
@@ -243,6 +241,10 @@ class Call:
                 "to the same device"
             )
         return with_memory(tensor)
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors]).detach()
 
 
 def divide_integers(tensor: Tensor, by: int) -> None:

@@ -180,19 +180,32 @@ class MainTrack:
         self._held: deque[Held] = deque()
         self._moving: deque[Held] = deque()  # of sends and receives, which end in any order
         self._all_reduce_choices = comm._table("all_reduce")
-        self.calls = 0  # which are the same on all ranks, whether or not they wait for them
+        self.calls = 0  # that the extension has made, which counts them
+        # The program's own in host memory: as many on all ranks, whether or not they wait for them.
+        self.numbered = 0
 
-    def call(self, step: Step, stream: Stream | None = None) -> None:
-        """Makes a call; one on device memory is put on `stream`."""
+    def next_number(self) -> int:
+        """The number of a call for which the core has nothing to do."""
         with self._lock:
-            self.calls += 1
+            self.numbered += 1
+            return self.numbered
+
+    def call(self, step: Step, stream: Stream | None = None) -> int:
+        """Makes a call, and returns its number; one on device memory is put on `stream`. That has
+        none, nor has one out of a callback: theirs come in any order, and have keys instead.
+        """
+        number = 0
+        with self._lock:
             if step.device is not None:
                 assert stream is not None
                 put_on_stream(self.comm, step, stream)
             else:
+                if not in_callback():
+                    self.numbered = number = self.numbered + 1
                 self.comm._call(*arguments(self.comm, step))
         if self._held or self._moving:
             self.release()
+        return number
 
     def all_reduce(
         self, dtype: int, pointer: int, count: int, op: int, factor: complex, nbytes: int
@@ -206,7 +219,7 @@ class MainTrack:
                 algorithm = choice
                 break
         with self._lock:
-            self.calls += 1
+            self.numbered += 1
             comm._call(
                 _ALL_REDUCE, dtype, op, 0, pointer, pointer, count, None, None, algorithm, 0,
                 real, imag,
@@ -238,7 +251,6 @@ class MainTrack:
         """Makes a call with other addresses than the plan's."""
         before, after = plan.arguments[:_SOURCE], plan.arguments[_TARGET + 1 :]
         with self._lock:
-            self.calls += 1
             plan.call(*before, source, target, *after)
 
     def transfer(self, transfers: list[Transfer], device: torch.device, stream: int) -> None:
@@ -252,8 +264,8 @@ class MainTrack:
         """
         self.release()
         with self._lock:
-            self.calls += 1
-            number, call, held = self.calls, arguments(self.comm, step), Held((keep,))
+            self.numbered += 1
+            number, call, held = self.numbered, arguments(self.comm, step), Held((keep,))
             with self._held_lock:
                 self._held.append(held)
             handle = self.comm._submit(*call)

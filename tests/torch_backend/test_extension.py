@@ -164,8 +164,9 @@ def test_a_future_is_of_a_list_and_its_streams_wait(gpu: Any, group: Any) -> Non
     assert [t.data_ptr() for t in future.wait()] == [x.data_ptr()]
     assert without_numbers(gpu.said()) == ["stream 0 waits for a"]
     seen: list[Any] = []
-    future.then(lambda f: seen.append(f.value()[0].data_ptr()))
-    assert seen == [x.data_ptr()]  # within `then`: so callbacks come in the program's order
+    future.then(lambda f: seen.extend((f.value()[0].data_ptr(), tracks.in_callback())))
+    # Within `then`, without a key: so callbacks come in the program's order, and so do their calls.
+    assert seen == [x.data_ptr(), False]
     assert "stream 99 waits for a" in without_numbers(gpu.said())
 
 

@@ -78,6 +78,19 @@ def test_a_monitored_barrier_waits_in_a_store_that_served_a_group_before() -> No
 
 
 @pytest.mark.faults
+def test_rank_0_waits_a_second_for_a_rank_that_came_and_is_gone() -> None:
+    from collectives.torch.joining import Meeting
+    from collectives.torch.monitoring import monitored_barrier
+
+    store = dist.HashStore()
+    store.set("monitored/0/1", b"")
+    began = time.monotonic()
+    with pytest.raises(cc.DeadlineError, match=r"rank 2 did not come within 0\.05 s"):
+        monitored_barrier(Meeting(store, 0, 3, 20.0, []), 0, 0.05)
+    assert 1.05 <= time.monotonic() - began < 10
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
 def test_ranks_meet_although_others_came_alone_before(kind: str, tmp_path: Path) -> None:
     """As after a restart on the same store, when a rank had died before it came to the group."""

@@ -226,17 +226,47 @@ def test_a_barrier_comes_behind_what_is_on_the_stream(monkeypatch: pytest.Monkey
     def current_stream(ordinal: int) -> Any:
         return SimpleNamespace(synchronize=lambda: said.append(f"GPU {ordinal}"))
 
+    def behind(opts: Any = None) -> list[str]:
+        said.clear()
+        CollectivesGroup.barrier(made, opts)
+        return said
+
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     main = SimpleNamespace(comm=SimpleNamespace(_device=None))
-    made = SimpleNamespace(_main=main, _make=lambda *_: said.append("barrier"))
-    CollectivesGroup.barrier(made)  # no GPU was used
+    made = SimpleNamespace(_main=main, _make=lambda *_: said.append("barrier"), device_id=None)
+    assert behind() == ["barrier"]  # no GPU was used
     main.comm._device = SimpleNamespace(device=1)
-    CollectivesGroup.barrier(made)
+    assert behind() == ["GPU 1", "barrier"]
+    in_use: set[int] = set()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 4)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", in_use.__contains__, raising=False)
     opts = torch.distributed.BarrierOptions()
     opts.device_ids, opts.timeout = [1, 2], timedelta(0)
-    CollectivesGroup.barrier(made, opts)
-    assert said == ["barrier", "GPU 1", "barrier", "GPU 1", "GPU 2", "barrier"]
+    assert behind(opts) == ["GPU 1", "GPU 2", "barrier"]
+    made.device_id = torch.device("cuda", 0)
+    assert behind(opts) == ["GPU 1", "GPU 2", "barrier"]
+    opts.device_ids, opts.device = [], torch.device("cuda", 3)
+    assert behind() == ["GPU 0", "GPU 1", "barrier"]
+    assert behind(opts) == ["GPU 0", "GPU 1", "GPU 3", "barrier"]
+    opts.device = torch.device("cuda")
+    in_use.add(4)
+    assert behind(opts) == ["GPU 0", "GPU 1", "GPU 4", "barrier"]
+
+
+def test_a_group_knows_the_gpu_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so does a later one. torch must not take it for a group that can be split."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    dist, gpu = torch.distributed, torch.device("cuda", 0)
+    dist.init_process_group(
+        "collectives", store=dist.HashStore(), rank=0, world_size=1, device_id=gpu
+    )
+    try:
+        assert dist.group.WORLD.device_id == gpu and dist.group.WORLD.bound_device_id is None
+        assert dist.new_group([0]).device_id == gpu
+    finally:
+        dist.destroy_process_group()
 
 
 def test_tensors_that_are_recorded() -> None:

@@ -80,6 +80,13 @@ def test_faults(parts: str) -> None:
     ranks(3, "faults.py", *parts.split()).expect(status=0)
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("part", ["missing", "all_came", "not_met", "not_connected"])
+def test_what_rank_0_says_at_last_is_heard(part: str) -> None:
+    result = ranks(3, "last_words.py", part).expect(status=0)
+    assert result.output.count("heard it") == (2 if part in ("all_came", "not_connected") else 1)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_outputs_of_another_size_than_the_input(n: int) -> None:
     ranks(n, "faults.py", "outputs_of_another_size").expect(status=0)
@@ -149,6 +156,8 @@ def test_examples(name: str) -> None:
 def test_example_with_accelerate() -> None:
     pytest.importorskip("accelerate", reason="the example needs Hugging Face's accelerate")
     test_examples("torch_accelerate")
+    result = run("run", EXAMPLES / "torch_accelerate.py", 2)
+    assert result.status != 0 and "accelerate needs torchrun, or mpirun" in result.output
 
 
 SUBSET = (

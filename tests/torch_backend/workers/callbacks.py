@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -167,6 +168,83 @@ def callbacks_of_groups_of_one_rank() -> None:
 
         for i, end in enumerate([later(i) for i in range(4)]):
             same(end.wait(), [n * 10.0**i] * 4)
+
+
+@check
+def callbacks_that_call_on_their_own_group_of_one_rank() -> None:
+    """Which counts what the program calls, however many calls its callbacks have made by then, and
+    whether or not a call has to go through scratch.
+    """
+    n, rank = dist.get_world_size(), dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(n)][rank]
+
+    def own(value: float, async_op: bool = True) -> Any:
+        x = torch.full((2, 2), value)
+        x = x.t() if rank % 2 else x
+        return dist.all_reduce(x[:, :1] if rank == 0 else x, group=alone, async_op=async_op)
+
+    def later(i: int) -> Any:
+        def call(future: Any) -> Any:
+            time.sleep(0.003 * ((i + rank) % 4))
+            own(1.0, async_op=False)
+            after = own(2.0).get_future().then(lambda f: start_call(100.0 + i).wait()[0])
+            own(3.0)
+            return start_call(float(i)).wait()[0], after.wait()
+
+        return own(0.0).get_future().then(call)
+
+    ends = []
+    for i in range(12):
+        ends.append(later(i))
+        own(4.0, async_op=False)
+        time.sleep(0.002 * ((i + rank) % 3))
+    for i, end in enumerate(ends):
+        first, second = end.wait()
+        same(first, torch.full((50,), float(i * n)))
+        same(second, torch.full((50,), (100.0 + i) * n))
+
+
+@check
+def callbacks_of_calls_that_were_over_when_they_returned() -> None:
+    """They follow from their own call, and see what that has made, whichever is asked for first.
+    Those of dense tensors are asked for at once, and see nothing: torch drops their works. Some
+    ranks have called on another group as well.
+    """
+    n, rank = dist.get_world_size(), dist.get_rank()
+    alone, some = [dist.new_group([r]) for r in range(n)][rank], dist.new_group([0, 1])
+    options, timed = dist.AllreduceOptions(), dist.BarrierOptions()
+    options.asyncOp = timed.asyncOp = False
+    timed.timeout = timedelta(seconds=50)
+    if rank < 2:
+        some.allreduce([torch.ones(1)], options).get_future().then(lambda f: None).wait()
+    works, totals = [], []
+    for group, size in ((dist.group.WORLD, n), (alone, 1)):
+        for _ in range(2):
+            for x in (torch.ones(1, 4)[:, ::2], torch.eye(2).to_sparse()):
+                works.append(group.allreduce([x], options))
+                totals.append(2.0 * size)
+        works.append(group.barrier(timed))
+        totals.append(0.0)
+
+    def call(i: int) -> Any:
+        def run(future: Any) -> Any:
+            time.sleep(0.003 * ((i + rank) % 4))
+            total = sum(x.to_dense().sum().item() for x in future.value())
+            return total, start_call(float(i)).wait()[0]
+
+        return run
+
+    order = range(len(works)) if rank % 2 else range(len(works) - 1, -1, -1)
+    ends = {i: works[i].get_future().then(call(i)) for i in order}
+    for group in (dist.group.WORLD, alone) * 3:
+        x = torch.ones(1, 4)[:, ::2] if rank == 0 else torch.ones(2)
+        future = group.allreduce([x], options).get_future()
+        ends[len(totals)] = future.then(call(len(totals)))
+        totals.append(2.0 * group.size() if rank == 0 else 0.0)
+    for i, wanted in enumerate(totals):
+        total, x = ends[i].wait()
+        assert total == wanted, (i, total, wanted)
+        same(x, torch.full((50,), float(i * n)))
 
 
 @check

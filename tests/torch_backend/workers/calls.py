@@ -131,6 +131,8 @@ def averages_of_integers() -> None:
         assert x.tolist() == [[v, v] for v in wanted]
         averaged(dist.all_reduce_coalesced, pair := [mine.clone(), mine[:2].clone()])
         assert pair[0].tolist() == wanted and pair[1].tolist() == wanted[:2]
+        averaged(dist.all_reduce_coalesced, rows := [*mine.repeat(2, 1)])  # behind each other
+        assert [row.tolist() for row in rows] == [wanted, wanted]
         averaged(dist.reduce, x := mine.clone(), dst=n() - 1)
         assert x.tolist() == (wanted if me() == n() - 1 else mine.tolist())
         averaged(dist.reduce_scatter_tensor, x := torch.empty_like(mine), mine.repeat(n()))

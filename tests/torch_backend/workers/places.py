@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,31 @@ def from_each_place(count: int, gather: Callable[[torch.Tensor, torch.Tensor], N
 def gathers_into_one_tensor() -> None:
     for count in COUNTS:
         from_each_place(count, lambda rows, given: dist.all_gather_into_tensor(rows, given))
+
+
+@check
+def gathers_into_one_tensor_of_one_rank() -> None:
+    options, group = dist.GatherOptions(), dist.distributed_c10d._get_default_group()
+
+    def gather(rows: torch.Tensor, given: torch.Tensor) -> None:
+        group.gather_single(rows, given, options).wait()
+        dist.broadcast(rows, options.rootRank)
+
+    for root, count in itertools.product(range(dist.get_world_size()), COUNTS):
+        options.rootRank = root
+        from_each_place(count, gather)
+
+
+@check
+def gathers_into_a_list_of_one_rank() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def gather(rows: torch.Tensor, given: torch.Tensor) -> None:
+        dist.gather(given, list(rows.view(n, -1)) if rank == 1 else None, dst=1)
+        dist.broadcast(rows, 1)
+
+    for count in COUNTS:
+        from_each_place(count, gather)
 
 
 @check
