@@ -1,7 +1,7 @@
 """Writes the figures of bench/results/*.json into README.md and pages of docs/.
 
     python bench/table.py              rewrites them
-    python bench/table.py --check      status 1 if they are not up to date
+    python bench/table.py --check      status 1 if they are not up to date; nothing is written
 
 Each file `host-*.json` or `gpu-*.json` is one run of `python -m collectives bench --json FILE`.
 Between markers such as
@@ -17,6 +17,7 @@ our time there is their median. A run with a wrong element is refused. The table
 and docs/training.md are made by torch_tables.py.
 """
 
+import argparse
 import json
 import re
 import statistics
@@ -340,6 +341,13 @@ def filled(text: str, kind: str, lines: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--check", action="store_true", help="only say what is not up to date")
+    args = parser.parse_args(arguments)
     hosts, gpus = load(RESULTS), load(RESULTS, "gpu")
     blocks = {
         "summary": summary(hosts),
@@ -358,7 +366,7 @@ def main(arguments: list[str]) -> int:
     for path, kind in PAGES:
         old = path.read_text()
         new = filled(old, kind, blocks[kind])
-        if arguments == ["--check"]:
+        if args.check:
             if new != old:
                 print(f"{path.name} is not up to date: run python bench/table.py")
                 status = 1

@@ -389,8 +389,10 @@ class _Call(Protocol):
         order: int,
         factor_real: float,
         factor_imag: float,
+        parts: list[int] = ...,
         /,
-    ) -> None: ...
+    ) -> None:
+        """parts: the counts of calls that were packed into this one, which ranks compare."""
 
 class _KnownCall(Protocol):
     def __call__(

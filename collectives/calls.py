@@ -69,6 +69,12 @@ def room(out: Any, x: Any, shape: tuple[int, ...] | None) -> Any:
     return np.empty(shape, x.dtype)
 
 
+def check_algorithm(algorithm: Any) -> None:
+    """Raises TypeError if `algorithm` is neither None nor a name."""
+    if algorithm is not None and (not isinstance(algorithm, str) or not algorithm):
+        raise TypeError(f"algorithm must be a name such as 'ring', not {algorithm!r}")
+
+
 class Calls:
     """A rank's end of a group of ranks that is connected; `Communicator` says what users see."""
 
@@ -116,8 +122,6 @@ class Calls:
         number = self._forced.get(key)
         if number is not None:
             return number
-        if not isinstance(algorithm, str) or not algorithm:
-            raise TypeError(f"algorithm must be a name such as 'ring', not {algorithm!r}")
         known_algorithm(algorithm, (a.name for a in algorithms()))
         why = why_unsupported(algorithm, collective, self.size, root=root, node=self.nodes)
         if why:
@@ -148,6 +152,7 @@ class Calls:
     def _algorithm(self, collective: str, nbytes: int, algorithm: str | None, root: int = 0) -> int:
         if nbytes > ANY_PAIR:
             raise ValueError(f"{collective} of {nbytes} bytes is more than any memory holds")
+        check_algorithm(algorithm)
         if algorithm is None or algorithm == "auto":
             return next(number for limit, number in self._table(collective) if nbytes <= limit)
         return self._intern(algorithm, collective, root)
@@ -170,9 +175,11 @@ class Calls:
         if self._group is not None or type(op) is not str or type(root) is not int:
             return False
         forced = None
-        if algorithm is not None and algorithm != "auto":
+        if algorithm is not None:
+            if type(algorithm) is not str:
+                return False
             forced = self._forced.get((algorithm, collective, root))
-            if forced is None:
+            if forced is None and algorithm != "auto":
                 return False
         number = _OPS_WITHOUT_FACTOR.get(op)
         return number is not None and self._plain(
@@ -248,7 +255,7 @@ class Calls:
         key  as what `KnownCalls` is to keep it
         """
         self._check_open()
-        if order not in ORDERS:
+        if order is not None and (not isinstance(order, str) or order not in ORDERS):
             raise ValueError(f"order={order!r}; known: 'any', 'rank'")
         device = device_of(collective, source, target)
         if stream is not None and device == "cpu":
@@ -272,6 +279,7 @@ class Calls:
             op[2],
         )
         if device != "cpu":
+            check_algorithm(algorithm)
             own = (target or source).stream  # type: ignore[union-attr]
             put_on = None if stream is None else stream_of(stream, collective)
             start = (device, collective, arguments, root, nbytes, algorithm, own or 0, put_on)
@@ -282,14 +290,14 @@ class Calls:
                 ended = partial(self._ended, device, result)
             else:
                 ended = result  # type: ignore[assignment]
-            if self._group is not None:
+            if (group := self._group) is not None:
 
                 def run_there(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
                     with in_order:
                         self._run_on_device(*start)
                     return self._device_work(device, result, held, own, put_on)
 
-                return self._group.add(run_there)
+                return group.add(run_there)
             with in_order:
                 options = self._run_on_device(*start)
             if key is not None and options is not None and self._known is not None:
@@ -298,14 +306,14 @@ class Calls:
             if async_op:
                 return self._device_work(device, result, (source, target, *keep), own, put_on)
             return ended()
-        if self._group is not None:
+        if (group := self._group) is not None:
 
             def run(held: tuple[Any, ...] = (source, target, *keep)) -> Any:
                 # The group makes the call later, and what it works on lives as long as this.
                 self._call_with(held, *arguments)
                 return result()
 
-            return self._group.add(run, source, target)
+            return group.add(run, source, target)
         if async_op:
             held = self._in_flight.hold((source, target, *keep))
             try:
@@ -316,6 +324,7 @@ class Calls:
             held.done = work.done
             return QueuedWork(work, result, held)
         self._call_with((source, target, *keep), *arguments)
+        self._in_flight.tidy()
         return result()
 
     def _device_work(
@@ -498,8 +507,8 @@ class Calls:
 
     def _barrier_on(self, stream: Stream, async_op: bool) -> Any:
         self._check_open()
-        if self._group is not None:
-            return self._group.add(lambda: self._barrier_on(stream, async_op=True))
+        if (group := self._group) is not None:
+            return group.add(lambda: self._barrier_on(stream, async_op=True))
         if self._device is None:
             raise UnsupportedError(
                 "barrier(stream=...) before any call on device arrays: rank "

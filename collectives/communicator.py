@@ -256,15 +256,17 @@ class Communicator(Reductions, Movements, PointToPoint):
         *,
         settings: Settings | None = None,
         max_blocks: int | None = None,
+        **more: Any,
     ) -> Communicator:
         """A communicator of some of the ranks, who meet through `bootstrap` and keep their GPUs.
-        What is None is as here. Collective over them.
+        What is None is as here; `more` is for a class derived from this one. Collective over them.
         """
         made = type(self)(
             bootstrap,
             settings or self._settings,
             nodes=self._nodes_of(members),
             max_blocks=self.max_blocks if max_blocks is None else max_blocks,
+            **more,
         )
         made._ordinal = self._gpu
         return made
@@ -375,8 +377,8 @@ class Communicator(Reductions, Movements, PointToPoint):
         end.
 
         Small all_reduce calls with equal dtype and op become one; sends and receives progress
-        together, whatever their order. Calls inside return a Work that is done after the block. All
-        ranks group the same collectives.
+        together, whatever their order, but for those on the same memory. Calls inside return a Work
+        that is done after the block. All ranks group the same collectives, and one thread does.
         """
         self._check_open()
         return Group(self)
@@ -400,8 +402,8 @@ class Communicator(Reductions, Movements, PointToPoint):
 
         The memory lives as long as the array; ranks may drop theirs at different times. It is freed
         when the next one is made or the communicator is closed: until then calls may be at work in
-        it. A part of a symmetric array on GPUs is passed by all ranks alike: the same array, at the same place in
-        it; else MismatchError.
+        it. A part of a symmetric array on GPUs is passed by all ranks alike: the same array, at the
+        same place in it; else MismatchError.
         """
         self._check_open()
         dims = shape if isinstance(shape, Iterable) else (shape,)

@@ -124,10 +124,16 @@ def _text(schedule: Schedule) -> str:
 def _legend(schedule: Schedule) -> str:
     if schedule.collective == "barrier":
         return "An arrow tells its receiver who has come."
-    words = "2: chunk 2 is stored by the receiver"
+    chunk = _example(schedule)
+    words = f"{chunk}: chunk {chunk} is stored by the receiver"
     if any(t.reduce for transfers in schedule.rounds for t in transfers):
-        words = "2+: chunk 2 is combined with what the receiver holds; " + words
+        words = f"{chunk}+: chunk {chunk} is combined with what the receiver holds; {words}"
     return words
+
+
+def _example(schedule: Schedule) -> int:
+    """A chunk that there is, for a legend."""
+    return max(0, min(2, schedule.nchunks - 1))
 
 
 def _pack(found: Sequence[Message]) -> list[list[Message]]:
@@ -399,9 +405,9 @@ def _svg_legend(schedule: Schedule, y: float) -> list[list[str]]:
     if schedule.collective == "barrier":
         kinds.append((True, "tells who has come"))
     elif reduces:
-        kinds.append((True, "combined with what the receiver holds (2+)"))
+        kinds.append((True, f"combined with what the receiver holds ({_example(schedule)}+)"))
     if stores:
-        kinds.append((False, "stored by the receiver (2)"))
+        kinds.append((False, f"stored by the receiver ({_example(schedule)})"))
     row, x = [], 20.0
     for filled, words in kinds:
         dash = "" if filled else ' stroke-dasharray="5 4"'

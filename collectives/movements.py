@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from .array import (
     overlap,
     stream_of,
 )
-from .calls import ANY_PAIR, Calls, room
+from .calls import ANY_PAIR, COLLECTIVES, Calls, room
 from .device import view
 from .errors import ArrayError
 from .point_to_point import _landing
@@ -133,15 +133,18 @@ class Movements(Calls):
             key=key,
         )
 
-    def _told_at_once(self, collective: Callable[[Any], Any], mine: list[int]) -> list[int]:
-        """What `collective` makes of the integers of all ranks. Inside a group too it is called
-        now: the call that needs them is noted with its shapes.
+    def _told_at_once(self, collective: str, mine: list[int], out: int) -> list[int]:
+        """What `collective` makes of the integers of all ranks: `out` of them. Inside a group too
+        it is called now: the call that needs them is noted with its shapes.
         """
-        group, self._group = self._group, None
-        try:
-            return [int(c) for c in collective(np.array(mine, np.int64))]
-        finally:
-            self._group = group
+        self._check_open()
+        if (group := self._group) is not None:
+            group.check_thread()
+        self._table(collective)
+        told = np.empty(out, np.int64)
+        made = self._plain(COLLECTIVES[collective], np.array(mine, np.int64), told, 0, 0, None)
+        assert made, "two arrays of numpy"
+        return [int(c) for c in told]
 
     def _lengths(
         self,
@@ -174,7 +177,7 @@ class Movements(Calls):
             room = target.count
             if overlap(source, target) != "none":
                 at = source.pointer - target.pointer
-        told = self._told_at_once(self.all_gather, [rows, row, room, at])
+        told = self._told_at_once("all_gather", [rows, row, room, at], 4 * self.size)
         lengths = told[::4]
         size = _core.itemsizes[source.dtype]
         for rank, (row, room, at) in enumerate(
@@ -474,10 +477,10 @@ class Movements(Calls):
         if overlap(source, target) == "same" and source.device == "cpu":
             copy = new_like(x, source.shape)
             copied, given = view(copy, writable=True), source
-            if self._group is None:
+            if (group := self._group) is None:
                 _copy(given, copied)
             else:  # calls and receives before it may change x
-                self._group.add(lambda: _copy(given, copied), given, copied)
+                group.add(lambda: _copy(given, copied), given, copied)
             source = copied
         each = source.count // self.size
         return self._run(
@@ -527,7 +530,7 @@ class Movements(Calls):
             self._algorithm("all_to_all", ANY_PAIR, algorithm)
             if out is not None:
                 self._target("all_to_all_v", None, source, out, (), None)
-            receives = self._told_at_once(self.all_to_all, sends)
+            receives = self._told_at_once("all_to_all", sends, self.size)
         row = math.prod(source.shape[1:])
         shape = (sum(receives), *source.shape[1:])
         target, buffer, result = self._target("all_to_all_v", x, source, out, shape, stream)
@@ -561,6 +564,8 @@ class Movements(Calls):
         if stream is not None:
             return self._barrier_on(stream_of(stream, "barrier"), async_op)
         if not async_op and self._at_once("barrier", None, None, algorithm):
+            if self._in_flight.held:
+                self._in_flight.tidy()
             return None
         return self._run(
             "barrier", None, None, algorithm=algorithm, async_op=async_op, result=lambda: None

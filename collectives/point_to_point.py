@@ -132,7 +132,8 @@ class PointToPoint(Calls):
             (p.sends, p.peer, p.tag, DTYPES[p.array.dtype], p.array.pointer, p.array.nbytes)
             for p in parts
         ]
-        if not async_op and self._group is None:
+        group = self._group
+        if not async_op and group is None:
             self._core.transfer(transfers)
             return result()
 
@@ -148,11 +149,11 @@ class PointToPoint(Calls):
                 raise
             return TransferWork(self._core, posted, result, held)
 
-        if self._group is None:
+        if group is None:
             return post()
         sent = [p.array for p in parts if p.sends]
         received = [p.array for p in parts if not p.sends]
-        return self._group.add_transfers(post, sent, received)
+        return group.add_transfers(post, sent, received)
 
     def _move_on_device(
         self,
@@ -190,8 +191,8 @@ class PointToPoint(Calls):
         # jax: what is handed out is written already, and what is sent read.
         ended = partial(self._ended, device, result) if None in streams else result
         in_order = beside(what, engine.device, stream, () if put_on is not None else streams)
-        if self._group is not None:
-            return self._group.add_device_transfers(
+        if (group := self._group) is not None:
+            return group.add_device_transfers(
                 engine, transfers, stream, result, keep, in_order
             )
         with in_order:

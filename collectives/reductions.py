@@ -78,7 +78,7 @@ class Reductions(Calls):
             check_overlap(source, target, "all_reduce")
         operation = self._op(op, source.dtype, factor)
         if (
-            self._group is not None
+            (group := self._group) is not None
             and algorithm is None
             and order is None
             and source.nbytes < PACK_BELOW
@@ -86,7 +86,7 @@ class Reductions(Calls):
             and op != "premul_sum"
             and stream is None
         ):
-            return self._group.add_all_reduce(source, target, op, result)
+            return group.add_all_reduce(source, target, op, result)
         return self._run(
             "all_reduce",
             source,

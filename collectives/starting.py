@@ -43,28 +43,38 @@ def from_mpi(comm: Any, *, timeout: float | None = None, max_blocks: int = 0) ->
     return Communicator.from_mpi(comm, timeout=timeout, max_blocks=max_blocks)
 
 
-class _Rank(Communicator):
-    """A rank that is a thread, and knows which communicators it has: those of a process end with
-    it.
+class _Family:
+    """The communicators that a rank which is a thread has: those of a process end with it."""
 
-    family  what was made of the first one, and of that
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+    def add(self, made: Communicator) -> None:
+        with self._lock:
+            self._members.add(made)
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            members = list(self._members)
+        for made in members:
+            made.abort(reason)
+
+
+class _Rank(Communicator):
+    """A rank that is a thread.
+
+    family  what was made of the first one, and of that; its own if it is the first
     """
 
-    family: list[weakref.ref[Communicator]]
+    def __init__(self, *arguments: Any, family: _Family | None = None, **more: Any) -> None:
+        self.family = family or _Family()  # before others are made in there
+        super().__init__(*arguments, **more)
 
     def _made_of(self, *arguments: Any, **more: Any) -> Communicator:
-        made = super()._made_of(*arguments, **more)
-        assert isinstance(made, _Rank), "it is of the kind of this one"
-        made.family = self.family
-        self.family.append(weakref.ref(made))
+        made = super()._made_of(*arguments, **more, family=self.family)
+        self.family.add(made)
         return made
-
-    def abort_family(self, reason: str) -> None:
-        """Aborts what lives of it."""
-        for each in list(self.family):
-            made = each()
-            if made is not None:
-                made.abort(reason)
 
 
 def run_threads(
@@ -117,7 +127,6 @@ def run_threads(
         try:
             device = devices[rank % len(devices)] if devices is not None else None
             comm = _Rank(ends[rank], settings, nodes=nodes, device=device, max_blocks=max_blocks)
-            comm.family = []
             comms.append(comm)
             for reason in interruption:
                 comm.abort(reason)
@@ -129,7 +138,7 @@ def run_threads(
             if comm is not None and not isinstance(error, CollectiveError):
                 comm.abort(words)
             if comm is not None:
-                comm.abort_family(words)
+                comm.family.abort(words)
             ends[rank].fail(error)
         finally:
             if comm is not None:
@@ -148,7 +157,7 @@ def run_threads(
         ends[0].fail(cause)
         for made in list(comms):
             made.abort(interruption[0])
-            made.abort_family(interruption[0])
+            made.family.abort(interruption[0])
         raise
     if first:
         error = errors[first[0]]

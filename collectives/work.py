@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .array import View
 from .errors import CollectiveError, DeadlineError
 
 if TYPE_CHECKING:
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Raises ValueError for NaN, which no time comes after."""
-    if timeout is not None and math.isnan(timeout):
-        raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
+    """Raises TypeError for what is no number, ValueError for NaN, which no time comes after."""
+    words = f"timeout must be a number of seconds, not {timeout!r}"
+    try:
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError(words)
+    except TypeError:
+        raise TypeError(words) from None
 
 
 class Work(ABC):
@@ -56,10 +61,11 @@ class Work(ABC):
             raise self._late(timeout)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits up to `timeout` seconds (without: as long as the communicator's own deadline
-        allows) and returns the result.
+        """Waits up to `timeout` seconds, and at most as long as the communicator's own deadline
+        allows, and returns the result.
 
-        Raises what the call raised; DeadlineError if it is not done by then (it goes on).
+        Raises what the call raised; DeadlineError if it is not done by then (it goes on, if it was
+        `timeout`).
         """
         self._wait_up_to(timeout)
         return self._finish()
@@ -99,13 +105,23 @@ class Held:
 
     Made before the call is, and `done` is set after it: a signal handler that raises in between
     would otherwise free arrays that the call works on.
+
+    core  for `release`: nothing is let go of while it lends
     """
 
-    __slots__ = ("arrays", "done")
+    __slots__ = ("_core", "arrays", "done")
 
-    def __init__(self, arrays: tuple[Any, ...]) -> None:
+    def __init__(self, arrays: tuple[Any, ...], core: _core.Communicator | None = None) -> None:
+        self._core = core
         self.done: Callable[[], bool] = _not_known
         self.arrays: tuple[Any, ...] | None = arrays
+
+    def release(self) -> bool:
+        """Lets go of the arrays if the call is done. True if they are not held any more."""
+        if self.arrays is not None and self.done():
+            lends = self._core is not None and self._core.lends  # now: the call may have begun it
+            self.arrays = self.arrays if lends else None
+        return self.arrays is None
 
 
 class InFlight:
@@ -117,29 +133,50 @@ class InFlight:
     """
 
     _lent: ClassVar[list[Held]] = []
+    _BYTES = 64 << 20  # of arrays that came since the last look, at which there is another
 
     def __init__(self, core: _core.Communicator) -> None:
         self._core = core
-        self._held: list[Held] = []
-        self._limit = 16  # entries at which those that are done are sorted out
-        self._lock = threading.Lock()  # a collective and a send may come from two threads
+        # Threads change it at once, and so does what runs when arrays are freed: no lock, and
+        # nothing but what the interpreter does in one go.
+        self.held: set[Held] = set()
+        self._left = 0  # of it, after the last look
+        self._bytes = 0
 
     def hold(self, arrays: tuple[Any, ...]) -> Held:
         """Until what the caller sets as its `done` is true, or the Work has seen that it is."""
-        held = Held(arrays)
-        with self._lock:
-            if len(self._held) >= self._limit and not self._core.lends:
-                self._held = [one for one in self._held if one.arrays is not None]
-                self._held = [one for one in self._held if not one.done()]
-                self._limit = max(16, 2 * len(self._held))
-            self._held.append(held)
+        held = Held(arrays, self._core)
+        self._bytes += sum(one.nbytes for one in arrays if type(one) is View)
+        if len(self.held) >= max(16, 2 * self._left) or self._bytes >= self._BYTES:
+            self.sort_out()
+        self.held.add(held)
         return held
 
+    def sort_out(self) -> None:
+        """Lets go of the arrays of calls that are done."""
+        self._bytes = 0
+        for one in self.held.copy():
+            if one.release():
+                self.held.discard(one)
+        self._left = len(self.held)
+
+    def tidy(self) -> None:
+        """Sorts out behind a call that has waited for those before it. Of many that are left after
+        a look, such as receives, some more must have come.
+        """
+        if self.held and (self._left <= 4 or len(self.held) - self._left > self._left // 16):
+            self.sort_out()
+
     def forget(self) -> None:
-        with self._lock:
-            if self._core.lends:
-                self._lent.extend(self._held)
-            self._held.clear()
+        if self._core.lends:
+            self._lent.extend(self.held)
+        self.held.clear()
+
+
+def _release_dropped(held: Held) -> None:
+    """Of a Work that goes. Its call may be under way, and is the parent's in a forked process."""
+    with suppress(CollectiveError):
+        held.release()
 
 
 class Spanned(Work):
@@ -158,8 +195,14 @@ class QueuedWork(Spanned):
         self._result = result
         self._held = held
 
+    def __del__(self) -> None:
+        _release_dropped(self._held)
+
     def done(self) -> bool:
-        return bool(self._core.done())
+        done = bool(self._core.done())
+        if done:
+            self._held.release()
+        return done
 
     def span(self) -> tuple[float, float]:
         return self._core.span()
@@ -212,18 +255,31 @@ class TransferWork(Work):
         self.posted = posted
         self._result = result
         self._held = held
-        # Not self.done: the arrays may outlive the Work, which then goes.
-        held.done = lambda: all(core.transfer_done(p) for p in posted)
+        self._error: CollectiveError | None = None
+        # Not self.done: the arrays may outlive the Work, which then goes. On a communicator that is
+        # broken everything counts as done, and messages may come in.
+        held.done = lambda: all(core.transfer_done(p) for p in posted) and not core.broken
+
+    def __del__(self) -> None:
+        _release_dropped(self._held)
 
     def done(self) -> bool:
-        return all(self._core.transfer_done(p) for p in self.posted)
+        done = all(self._core.transfer_done(p) for p in self.posted)
+        if done:
+            self._held.release()
+        return done
 
     def _patience(self) -> float:
         return self._core.timeout  # what is posted may stay so for longer, where nobody waits
 
     def _wait(self, timeout: float | None) -> bool:
-        if timeout is None:
-            self._core.wait(self.posted)
+        if self._error is not None:
+            return True
+        if timeout is None or timeout > self._core.timeout:
+            try:
+                self._core.wait(self.posted)  # up to the communicator's deadline
+            except CollectiveError as error:
+                self._error = error
             return True
         end = time.monotonic() + timeout
         while not self.done():
@@ -233,6 +289,8 @@ class TransferWork(Work):
         return True
 
     def _finish(self) -> Any:
+        if self._error is not None:
+            raise self._error
         self._core.wait(self.posted)
         self._held.arrays = None
         return self._result()

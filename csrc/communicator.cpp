@@ -43,13 +43,13 @@ bool parted_alike(const std::vector<int>& one, const std::vector<int>& other) {
   return true;
 }
 
-std::uint64_t hash_of(const std::vector<std::uint64_t>& values) {
+}  // namespace
+
+std::uint64_t hash_of(const std::vector<std::uint64_t>& counts) {
   std::uint64_t h = 0x9e3779b97f4a7c15ULL;
-  for (const std::uint64_t v : values) h = (h ^ v) * 0xff51afd7ed558ccdULL + (h >> 29);
+  for (const std::uint64_t c : counts) h = (h ^ c) * 0xff51afd7ed558ccdULL + (h >> 29);
   return h | 1;
 }
-
-}  // namespace
 
 void* (*Communicator::on_enter_slow)() = nullptr;
 void (*Communicator::on_leave_slow)(void*) = nullptr;
@@ -246,6 +246,7 @@ Signature Communicator::sign(const Call& call, const Options& options) const {
       break;
     default:
       s.count = call.count;
+      s.counts_hash = options.parts;
   }
   return s;
 }
@@ -362,7 +363,7 @@ void Communicator::dispatch(const Call& call, const Options& options) {
   const bool again = options.algorithm == last_.algorithm && options.order == last_.order &&
                      call.collective == last_.collective && call.dtype == last_.dtype &&
                      call.op == last_.op && call.root == last_.root && call.count == last_.count &&
-                     options.on_device == last_.on_device &&
+                     options.parts == last_.parts && options.on_device == last_.on_device &&
                      (options.agreed != nullptr) == last_.agreement &&
                      !Layout::blocked(call.collective);
   if (!again) {
@@ -373,6 +374,7 @@ void Communicator::dispatch(const Call& call, const Options& options) {
              call.op,
              call.root,
              call.count,
+             options.parts,
              options.on_device,
              options.agreed != nullptr,
              sign(call, options),

@@ -70,6 +70,9 @@ class Work {
   std::exception_ptr error_;
 };
 
+// A number that tells lists of counts apart; not 0.
+std::uint64_t hash_of(const std::vector<std::uint64_t>& counts);
+
 class Communicator : public Watch {
  public:
   static constexpr int kChannels =
@@ -103,6 +106,7 @@ class Communicator : public Watch {
     int algorithm = 0;  // kDefault: a barrier without an algorithm of its own
     Order order = Order::any;
     double factor[2] = {1, 0};  // premul_sum
+    std::uint64_t parts = 0;    // of calls that were packed into this one: hash_of their counts
     bool on_device = false;     // the arrays are staged: all ranks' must be, or none's
     // They are where MPI takes them: see go_straight(). All ranks have agreed on that, and on the
     // longest block of any.
@@ -370,6 +374,7 @@ class Communicator : public Watch {
     Op op = Op::sum;
     int root = 0;
     std::uint64_t count = 0;
+    std::uint64_t parts = 0;
     bool on_device = false, agreement = false;
     Signature signature;
     std::uint64_t hash = 0;

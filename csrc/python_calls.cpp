@@ -101,16 +101,17 @@ namespace {
 
 // ---- calls ------------------------------------------------------------------------------------
 
+std::vector<std::uint64_t> numbers(PyObject* list) {
+  std::vector<std::uint64_t> v;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
+    v.push_back(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i)));
+  return v;
+}
+
 // None -> no blocks; int -> equal blocks; (total,) -> split; [lengths] or ([lengths], [offsets]).
 Blocks to_blocks(PyObject* o, int n) {
   if (o == Py_None) return Blocks();
   if (PyLong_Check(o)) return Blocks::equal(PyLong_AsUnsignedLongLong(o));
-  const auto numbers = [](PyObject* list) {
-    std::vector<std::uint64_t> v;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
-      v.push_back(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i)));
-    return v;
-  };
   if (PyList_Check(o)) return Blocks::table(numbers(o));
   if (PyTuple_Check(o) && PyTuple_GET_SIZE(o) == 1)
     return Blocks::split(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(o, 0)), n);
@@ -121,8 +122,8 @@ Blocks to_blocks(PyObject* o, int n) {
 
 bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
                 Communicator::Options* options) {
-  if (nargs != 13) {
-    PyErr_Format(PyExc_TypeError, "a call takes 13 arguments, not %zd", nargs);
+  if (nargs != 13 && nargs != 14) {
+    PyErr_Format(PyExc_TypeError, "a call takes 13 or 14 arguments, not %zd", nargs);
     return false;
   }
   call->collective = static_cast<Collective>(PyLong_AsLong(args[0]));
@@ -138,6 +139,7 @@ bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
   options->order = static_cast<Order>(PyLong_AsLong(args[10]));
   options->factor[0] = PyFloat_AsDouble(args[11]);
   options->factor[1] = PyFloat_AsDouble(args[12]);
+  if (nargs == 14) options->parts = hash_of(numbers(args[13]));
   return PyErr_Occurred() == nullptr;
 }
 

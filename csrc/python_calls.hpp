@@ -47,7 +47,8 @@ void install_wait_hooks();
 
 // (collective, dtype, op, root, in, out, count, in_blocks, out_blocks, algorithm, order, re, im):
 // numbers throughout. Blocks: None, int (equal), (total,) (split), [lengths] or ([lengths],
-// [offsets]). False with the error indicator set if malformed.
+// [offsets]). One more, [counts], is for calls that were packed into this one. False with the error
+// indicator set if malformed.
 bool parse_call(PyObject* const* args, Py_ssize_t nargs, int nranks, Call* call,
                 Communicator::Options* options);
 

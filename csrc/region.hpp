@@ -48,7 +48,7 @@ struct alignas(64) Arrival {
 // A call's signature in full, for messages: what a mismatch prints.
 struct Signature {
   std::uint64_t count = 0;
-  std::uint64_t counts_hash = 0;  // of the counts of a v-variant
+  std::uint64_t counts_hash = 0;  // of the counts of a v-variant, or of calls packed into one
   std::int32_t root = 0;
   std::uint8_t collective = 0;
   std::uint8_t dtype = 0;

@@ -1,6 +1,9 @@
 """Hugging Face accelerate on this runtime: its training loop, with the backend's name.
 
 torchrun --nproc-per-node 2 examples/torch_accelerate.py     # pip install accelerate
+
+accelerate counts ranks by what torchrun or mpirun sets. Under `python -m collectives run`, which
+sets neither's, it would train in each rank alone.
 """
 
 import torch
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.distributed.init_process_group("collectives")
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 size = accelerator.num_processes
+assert size == torch.distributed.get_world_size(), "accelerate needs torchrun, or mpirun"
 set_seed(0)
 
 # Is a point inside the ring? The rule is to be learnt.

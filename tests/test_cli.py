@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from commands import run, start
 
+import collectives
 from collectives import _core
 from collectives.bench import measuring
 from collectives.bench.cases import Case
@@ -46,6 +47,9 @@ def test_help_has_examples(capsys, command):
         (("bench", "-f", "1"), "never end"),
         (("bench", "-i", "0"), "never end"),
         (("bench", "-n", "0"), "no whole number >= 1"),
+        (("bench", "-n", "9" * 20), f"{'9' * 20} is more than 2147483647"),
+        (("compare", "-w", "2147483648"), "2147483648 is more than 2147483647"),
+        (("run", "-n", "9" * 20, "x.py"), f"{'9' * 20} is more than the 4194304 processes"),
         (("bench", "-r", "1"), "--root goes with broadcast, reduce, gather, scatter; leave it out"),
         (("bench", "--collective", "all_gather", "-o", "max"), "--op goes with all_reduce"),
         (("bench", "--collective", "barrier", "--order", "rank"), "--order goes with all_reduce"),
@@ -61,7 +65,8 @@ def test_help_has_examples(capsys, command):
         (("bench", "--threads", "2", "-r", "2", "--collective", "reduce"), "out of range"),
         (("bench", "--threads", "2", "-o", "avg", "-d", "int32"), "use sum and divide"),
         (("bench", "--threads", "2", "-a", "bruck"), "bruck cannot do all_reduce"),
-        (("bench", "--threads", "2", "--peer", "mpi"), "start them with mpirun"),
+        (("bench", "--threads", "2", "--peer", "mpi"), "collectives bench --peer mpi"),
+        (("compare", "--threads", "2", "--peer", "mpi"), "collectives compare --peer mpi"),
         (("bench", "--threads", "2", "--peer", "gloo"), "--ranks instead of --threads"),
         (("bench", "--in-place", "--out-of-place"), "leave nothing"),
         (("bench", "--json", "/no/such/folder/file.json"), "/no/such/folder"),
@@ -85,6 +90,9 @@ def test_help_has_examples(capsys, command):
         (("draw", "ring", "broadcast", "--root", "4"), "out of range"),
         (("draw", "ring", "all_reduce", "--format", "sgv"), "did you mean 'svg'?"),
         (("info", "--rank", "2"), "unrecognized arguments"),
+        (("chaos", "--only", "3", "--rounds", "9"), "leave --rounds, --seconds and --jobs out"),
+        (("chaos", "--only", "3", "--seconds", "9"), "--only plays one round"),
+        (("chaos", "--only", "3", "--jobs", "2"), "--only plays one round"),
     ],
 )
 def test_errors_are_words_and_status_2(capsys, arguments, expected):
@@ -92,6 +100,11 @@ def test_errors_are_words_and_status_2(capsys, arguments, expected):
     assert status == 2
     assert expected in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(capsys, option):
+    assert run(capsys, option) == (0, f"collectives {collectives.__version__}\n", "")
 
 
 def test_ranks_are_not_started_by_a_rank(capsys, monkeypatch):
@@ -174,6 +187,19 @@ def test_progress_shows_after_two_seconds_and_only_on_terminals(monkeypatch):
     shown.clear()
     assert terminal.getvalue().endswith("\r")
     assert pipe.getvalue() == ""
+
+
+@pytest.mark.parametrize(("columns", "width"), [(200, 79), (80, 79), (40, 39), (0, 79)])
+def test_progress_fits_into_a_line(monkeypatch, columns, width):
+    size = _progress.os.terminal_size((columns, 24))
+    monkeypatch.setattr(_progress.os, "get_terminal_size", lambda fd: size)
+    monkeypatch.setattr(_progress, "_AFTER", 0.0)
+    terminal = _Terminal()
+    terminal.fileno = lambda: 2
+    bar = _progress.Progress(1, stream=terminal)
+    bar.step("all_reduce " * 9)
+    bar.clear()
+    assert [len(part) for part in terminal.getvalue().split("\r")] == [0, width, width, 0]
 
 
 def test_sizes():

@@ -37,6 +37,28 @@ def test_files_of_unknown_kinds_are_refused(capsys, tmp_path):
         assert (tmp_path / name).read_text().startswith("<svg" if more else "ring")
 
 
+def test_the_case_of_an_ending_does_not_matter(capsys, tmp_path):
+    for name, begins in (("r.SVG", b"<svg"), ("r.Png", b"\x89PNG"), ("r.TXT", b"ring")):
+        status, _, err = run(capsys, "draw", "ring", "all_reduce", "-o", tmp_path / name)
+        assert status == 0, err
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_auto_is_not_offered(capsys):
+    status, _, err = run(capsys, "draw", "foo", "all_reduce")
+    assert status == 2 and "unknown algorithm 'foo'; known: binomial_tree" in err
+    assert "auto" not in err
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("binomial_tree", 0), ("ring", 2)])
+def test_a_legend_is_of_a_chunk_that_there_is(name, chunk):
+    schedule = collectives.schedule(name, "reduce" if chunk == 0 else "all_reduce", 4)
+    assert f"{chunk}+: chunk {chunk} is combined with" in schedule.draw()
+    assert f"receiver holds ({chunk}+)" in schedule.draw("svg")
+    if chunk:
+        assert f"stored by the receiver ({chunk})" in schedule.draw("svg")
+
+
 def _all_schedules(ranks):
     for info, collective in itertools.product(collectives.algorithms(), _core.collectives):
         for n in ranks:

@@ -10,8 +10,9 @@ import sys
 import threading
 
 import pytest
+from commands import start
 
-from collectives import cli
+from collectives import UnsupportedError, cli
 from collectives.cli import _progress, explain
 
 
@@ -74,7 +75,7 @@ def test_explain_of_many_ranks_names_simulate(capsys):
     assert "runs " in out and "why " in out and "by size " in out and "costs" not in out
     assert "up to 512 ranks" in out
     assert "simulate all_to_all --topology dgx-h100 --nodes 512 --bytes 1M" in out
-    assert cli.main(["explain", "all_reduce", "--ranks", "9000000000"]) == 2
+    assert cli.main(["explain", "all_reduce", "--ranks", "9000000"]) == 2
     assert "more than the 1048576 that can be described" in capsys.readouterr().err
 
 
@@ -92,6 +93,86 @@ def test_a_file_that_cannot_be_written_is_told_before_any_work(
     path = tmp_path / "none" / "found.svg"
     assert cli.main([*command, str(path)]) == 2
     assert f"{path} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor"],
+        ["bench", "--threads", "2", "--json"],
+        ["draw", "ring", "all_reduce", "-o"],
+        ["tune", "--threads", "2", "-o"],
+    ],
+    ids=lambda c: c[0],
+)
+def test_a_pipe_is_not_waited_for(tmp_path, command):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    status, _, err = start(*command, path)
+    assert status == 2 and f"{path} " in err and "is no file" in err
+
+
+def test_a_table_has_an_end():
+    status, _, err = start("tune", "--threads", 2, "-o", "/dev/full")
+    assert status == 2 and "the table /dev/full is no file; name another" in err
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout"])
+def test_results_may_go_to_a_device_or_to_standard_output(path):
+    status, out, err = start("bench", "--threads", 2, "-e", 64, "-n", 3, "--json", path)
+    assert (status, err) == (0, "")
+    assert ('"rows"' in out) == (path == "/dev/stdout")
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("command", [["--help"], ["draw", "--help"], ["info", "--ranks", "2"]])
+def test_a_full_disk_is_told_once(command, buffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "collectives", *command], env=environment, text=True,
+            stdout=full, stderr=subprocess.PIPE, timeout=60,
+        )  # fmt: skip
+    if command == ["draw", "--help"] and not buffered:
+        assert (done.returncode, done.stderr) == (0, "")  # argparse says nothing
+        return
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert lines[0] == f"python -m collectives {command[0]}: [Errno 28] No space left on device"
+    assert all(line.startswith("collectives run: rank 0 ") for line in lines[1:])
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "--ranks", "2", "-e", "64K", "--seconds", "0.05"],
+        ["compare", "--ranks", "2", "-e", "64K", "--seconds", "0.05"],
+        ["tune", "--ranks", "2", "--dry-run", "--collective", "broadcast", "-e", "4K"],
+        ["info", "--ranks", "2"],
+        ["bench", "--threads", "2", "-e", "64K", "--seconds", "0.05"],
+    ],
+    ids=lambda c: " ".join(c[:2]),
+)
+def test_who_reads_no_more_hears_no_more(command, buffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [sys.executable, "-m", "collectives", *command], env=environment, text=True,
+        stdout=theirs, stderr=subprocess.PIPE, timeout=60,
+    )  # fmt: skip
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_chaos_on_gpus_names_what_is_missing_first(monkeypatch):
+    from collectives.chaos import gauge
+
+    monkeypatch.setattr(gauge._core, "has_cuda", False)
+    monkeypatch.setattr(gauge._core, "device_count", lambda: (0, "this build has no GPU support"))
+    with pytest.raises(UnsupportedError, match="--device cuda: this build has no GPU support"):
+        gauge.Gauge()
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])

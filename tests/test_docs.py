@@ -153,6 +153,16 @@ def test_figures_are_up_to_date(capsys):
     assert status == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--chek", 2), ("README.md", 2)])
+def test_no_other_argument_writes_figures(capsys, monkeypatch, argument, status):
+    table = load(ROOT / "bench" / "table.py")
+    monkeypatch.setattr(table, "filled", lambda *_: pytest.fail("it would write"))
+    with pytest.raises(SystemExit) as end:
+        table.main([argument])
+    assert end.value.code == status
+    assert "--check" in "".join(capsys.readouterr())
+
+
 def test_every_variable_is_in_the_api_page():
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert [v.name for v in VARIABLES if f"`{v.name}`" not in text] == []

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
+from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
+from disagreements import Disagreement, check
+from worlds import wait_until
 
 import collectives as cc
 
@@ -100,6 +105,78 @@ def test_transfers_are_in_order_with_calls_on_their_arrays():
             comm.all_reduce(z, out=w)
             comm.recv(w, other)
         assert (w == z).all()
+
+    cc.run_threads(2, body, timeout=20)
+
+
+@pytest.mark.parametrize("count", [4, 300_000])
+def test_transfers_of_one_array_are_in_order(count):
+    """Each gives what it gives where it stands; and messages with one tag keep their order."""
+
+    def body(comm):
+        other = 1 - comm.rank
+        x, y, z = (np.full(count, v) for v in (1.0, 2.0, 3.0))
+        if comm.rank == 0:
+            with comm.group():
+                comm.recv(y, other)
+                comm.send(y, other)  # what was received
+                comm.send(x, other)  # behind it: there the first receive is y's
+                comm.recv(y, other)
+            assert (y == 20).all()
+        else:
+            a, b = np.zeros(count), np.zeros(count)
+            with comm.group():
+                comm.send(np.full(count, 10.0), other)
+                first, second = comm.recv(a, other), comm.recv(b, other)
+                comm.send(np.full(count, 20.0), other)
+            assert (a == 10).all() and (b == 1).all()
+            assert first.wait() is a and second.wait() is b
+        with comm.group():  # one after the other into the same memory
+            for i in range(6):
+                comm.send(np.full(count, float(i)), other, i)
+            for i in reversed(range(6)):
+                comm.recv(z, other, i)
+        assert (z == 0).all()
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_a_receive_into_what_is_sent_before_it():
+    """It waits until that was taken."""
+
+    def body(comm):
+        count = 4_000_000
+        x, y = np.full(count, comm.rank + 1.0), np.zeros(count)
+        with comm.group():
+            if comm.rank == 0:
+                comm.send(x, 1)
+                comm.recv(x, 1)
+            else:
+                comm.send(x, 0)
+                comm.recv(y, 0)
+        assert ((x if comm.rank == 0 else y) == 2 - comm.rank).all()
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_late_transfers_of_a_group_that_failed_go_on():
+    """Those that are posted when a call behind them fails, and those alone."""
+
+    def body(comm):
+        other = 1 - comm.rank
+        x, y = np.ones(300_000), np.zeros(300_000)
+        with pytest.raises(cc.MismatchError), comm.group():
+            comm.all_reduce(x)
+            late = [comm.send(x, other), comm.recv(y, other)]
+            failed = comm.broadcast(np.ones(2 + comm.rank))
+            after = np.ones(2)
+            comm.broadcast(after)
+            unmade = comm.send(after, other, 1)
+        assert isinstance(failed.exception(), cc.MismatchError)
+        assert late[0].wait(10) is None and late[1].wait(10) is y and (y == 2).all()
+        wait_until(lambda: all(work.done() for work in late))
+        with pytest.raises(cc.CollectiveError, match="not made: a call before it"):
+            unmade.wait()
 
     cc.run_threads(2, body, timeout=20)
 
@@ -199,6 +276,121 @@ def test_counts_that_are_not_given_are_found_out_inside_a_group():
             np.testing.assert_array_equal(work.wait(), wanted)
 
     cc.run_threads(3, body, timeout=20)
+
+
+# Counts of the all_reduce calls in a group, on one rank and on the others.
+UNLIKE = [([4, 2], [2, 4]), ([3, 5], [5, 3]), ([3, 5], [8]), ([4, 0], [4]), ([2, 2, 2], [2, 4])]
+IN_A_GROUP = """
+import sys
+from test_group import check_unlike
+import collectives as cc
+comm = cc.init(timeout=20)
+check_unlike(comm)
+comm.barrier()
+print("told", flush=True)
+"""
+
+
+def check_unlike(comm):
+    """Ranks that pack other calls hear of it, though the sums of their counts are the same."""
+
+    def grouped(c, deviates, x, out, unlike):
+        at, each = 0, unlike[deviates]
+        with c.group():
+            for count in each:
+                c.all_reduce(x[at : at + count], out=out[at : at + count])
+                at += count
+
+    for i, unlike in enumerate(UNLIKE):
+        for deviant in range(comm.size):
+            says = (f"count={sum(unlike[0])}, ", ", counts=")
+            one = Disagreement(
+                f"{unlike}", lambda c, d, x, out, unlike=unlike: grouped(c, d, x, out, unlike), says
+            )
+            check(comm, one, (deviant + i) % comm.size)
+    for _ in range(3):  # packs of equal sums, one after the other
+        for unlike in UNLIKE:
+            for each in unlike:
+                xs = [np.full(count, comm.rank + 1.0) for count in each]
+                with comm.group():
+                    for x in xs:
+                        comm.all_reduce(x)
+                assert all((x == comm.size * (comm.size + 1) / 2).all() for x in xs)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_that_pack_other_calls_hear_of_it(n):
+    cc.run_threads(n, check_unlike, timeout=30)
+
+
+def processes_hear_of_it(tmp_path, **how):
+    script = tmp_path / "unlike.py"
+    script.write_text(IN_A_GROUP)
+    env = {"PYTHONPATH": f"{Path(cc.__file__).parents[1]}:{Path(__file__).parent}"}
+    got = launch.run(3, script, env={**env, **how.pop("env", {})}, timeout=60, **how)
+    assert (got.status, got.output.count("told")) == (0, 3), got
+
+
+def test_processes_that_pack_other_calls_hear_of_it(tmp_path):
+    processes_hear_of_it(tmp_path)
+
+
+@pytest.mark.mpi
+def test_ranks_of_mpi_that_pack_other_calls_hear_of_it(tmp_path):
+    env = {"COLLECTIVES_TRANSPORT": "mpi"}
+    processes_hear_of_it(tmp_path, launcher="openmpi", env=env)
+
+
+def test_calls_that_change_places_in_a_group():
+    def body(comm):
+        w, v = np.full(4, 1.0), np.full(2, 10.0)
+        with pytest.raises(cc.MismatchError, match="counts="), comm.group():
+            for x in (w, v) if comm.rank == 0 else (v, w):
+                comm.all_reduce(x)
+        assert (w == 1).all() and (v == 10).all()
+
+    cc.run_threads(2, body, timeout=20)
+
+
+def test_a_group_is_of_one_thread():
+    """What another one calls meanwhile is refused: it would be made later, if at all."""
+
+    def calls(comm):
+        x = np.ones(2 * comm.size)
+        return [
+            lambda: comm.all_reduce(x),
+            lambda: comm.all_reduce(x, async_op=True),
+            lambda: comm.all_reduce(x, algorithm="ring"),
+            lambda: comm.barrier(),
+            lambda: comm.broadcast(x, 0),
+            lambda: comm.all_to_all(x, out=x),
+            lambda: comm.all_gather_v(x),
+            lambda: comm.all_to_all_v(x, [2] * comm.size),
+            lambda: comm.send(x, 1 - comm.rank),
+            lambda: comm.recv(x, 1 - comm.rank, async_op=True),
+            lambda: comm.group().__enter__(),
+        ]
+
+    def body(comm):
+        told, made = [], calls(comm)
+
+        def other():
+            for call in made:
+                with pytest.raises(cc.CollectiveError, match=r"another thread has a group.*duplic"):
+                    call()
+                told.append(call)
+
+        mine = np.ones(3)
+        with comm.group():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(20)
+            comm.all_reduce(mine)
+            lengths = comm.all_gather_v(np.ones(comm.rank + 1))
+        assert len(told) == len(made) and (mine == 2).all() and len(lengths.wait()) == 3
+        comm.barrier()
+
+    cc.run_threads(2, body, timeout=20)
 
 
 def test_works_of_a_group_that_failed_say_why():

@@ -10,8 +10,8 @@ import numpy as np
 
 from .. import _core
 from ..communicator import Communicator
-from ..errors import UnsupportedError
-from ..schedule import algorithms, why_unsupported
+from ..errors import ScheduleError, UnsupportedError
+from ..schedule import algorithms, schedule, why_unsupported
 from ..tuning import known_algorithm
 from .backends import Backend
 from .cases import REDUCING, ROOTED, Bound, Case, bind, places
@@ -79,8 +79,8 @@ class Bench:
         self, case: Case, algorithms: Sequence[str], elements: int, in_place: bool
     ) -> dict[str, str]:
         """What the engine refuses, by name, with the reason: an algorithm with more channels than
-        the communicator may take thread blocks, for example. Every rank is refused alike, before
-        anything runs. Collective.
+        the communicator may take thread blocks, or a broken schedule, for example. Every rank is
+        refused alike, before anything runs. Collective.
         """
         found = {}
         for name in algorithms:
@@ -88,7 +88,7 @@ class Bench:
             bound.clear()
             try:
                 self.backend.call(bound)
-            except UnsupportedError as error:
+            except (UnsupportedError, ScheduleError) as error:
                 found[name] = str(error)
         return found
 
@@ -214,6 +214,7 @@ def check_case(comm: Communicator, case: Case, algorithm: str, order: str | None
             raise UnsupportedError(
                 f"{algorithm} cannot do {case.collective} with these {comm.size} ranks: {why}"
             )
+        schedule(algorithm, case.collective, comm.size, root=case.root, node=comm.nodes)
     if order not in (None, "any", "rank"):
         raise ValueError(f"order {order!r}; known: any, rank")
 

@@ -44,14 +44,19 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
-def connect(backend: Backend, names: Sequence[str]) -> list[Peer]:
-    """The peers with these names, on the memory of `backend`. Collective. Raises UnsupportedError
-    if one cannot run here.
+def connect(backend: Backend, names: Sequence[str], command: str = "bench") -> list[Peer]:
+    """The peers with these names, on the memory of `backend`, for a command. Collective. Raises
+    UnsupportedError if one cannot run here.
     """
     comm = backend.comm
     peers: list[Peer] = []
     for name in dict.fromkeys(names):
         if name == "mpi":
+            if comm._bootstrap.kind != "mpi":
+                raise UnsupportedError(
+                    f"--peer mpi: these ranks met through {comm._bootstrap.kind}, not MPI; start "
+                    f"them with mpirun: mpirun -n 2 python -m collectives {command} --peer mpi"
+                )
             peers.append(MpiPeer(comm, python=isinstance(backend, Host) and backend.python))
         elif name == "gloo":
             peers.append(GlooPeer(comm))
@@ -81,16 +86,11 @@ def refuse_wrong(comm: Communicator, version: str, bound: Bound, *, rough: bool 
 
 
 class MpiPeer:
-    """The MPI library that started the ranks."""
+    """The MPI library that started the ranks, which have met through it."""
 
     name = "mpi"
 
     def __init__(self, comm: Communicator, *, python: bool) -> None:
-        if comm._bootstrap.kind != "mpi":
-            raise UnsupportedError(
-                f"--peer mpi: these ranks met through {comm._bootstrap.kind}, not MPI; start them "
-                "with mpirun: mpirun -n 2 python -m collectives bench --peer mpi"
-            )
         from mpi4py import MPI
 
         self._comm = comm

@@ -40,7 +40,7 @@ def legend(figure: Any, curves: Sequence[tuple[Any, str]], **style: Any) -> None
 
 def image_format(path: str) -> str:
     """SVG where the file ends in .svg, else PNG."""
-    return "svg" if str(path).endswith(".svg") else "png"
+    return "svg" if str(path).lower().endswith(".svg") else "png"
 
 
 def plot(results: Curves, path: str, subtitle: str = "") -> None:

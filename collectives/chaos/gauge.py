@@ -33,6 +33,8 @@ class Gauge:
     """
 
     def __init__(self) -> None:
+        if not _core.has_cuda:
+            raise UnsupportedError(f"--device cuda: {_core.device_count()[1]}")
         try:
             importlib.import_module("cupy")  # once, and not by every rank of every round
         except ImportError as error:

@@ -60,30 +60,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    name = arguments[0] if arguments else ""
+    try:
+        status = _run(name, arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return _interrupted(name)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        drop_unwritten()
+        return 1
+    except (CollectiveError, MemoryError, OSError) as error:
+        if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
+            raise
+        drop_unwritten()
+        words = NO_MEMORY if isinstance(error, MemoryError) else error
+        print(f"{_PROGRAM} {name}".rstrip() + f": {words}", file=sys.stderr)
+        return 2
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    if name in ("", "-h", "--help", "help"):
         print(_overview())
-        return 0 if arguments else 2
-    name = arguments[0]
+        return 0 if name else 2
+    if name in ("-V", "--version"):
+        from .. import __version__
+
+        print(f"collectives {__version__}")
+        return 0
     known = commands()
     if name not in known:
         kind = "option" if name.startswith("-") else "command"
         print(f"{_PROGRAM}: unknown {kind} {name!r}; {did_you_mean(name, known)}", file=sys.stderr)
         return 2
+    module = importlib.import_module(f"{__name__}.{name}")
     try:
-        module = importlib.import_module(f"{__name__}.{name}")
         args = _parser(name, module).parse_args(arguments[1:])
-        return int(module.run(args) or 0)
-    except (CollectiveError, MemoryError) as error:
-        if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
-            raise
-        words = NO_MEMORY if isinstance(error, MemoryError) else error
-        print(f"{_PROGRAM} {name}: {words}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return _interrupted(name)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except SystemExit:  # after the help text
+        sys.stdout.flush()
+        raise
+    return int(module.run(args) or 0)
+
+
+def drop_unwritten() -> None:
+    """What cannot be written to standard output goes nowhere, and fails no more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _open_streams() -> None:
@@ -127,5 +151,5 @@ def _overview() -> str:
     width = max(map(len, known), default=0)
     lines = [f"usage: {_PROGRAM} COMMAND [arguments]", "", "commands:"]
     lines += [f"  {name:{width}}  {summary(name)}" for name in known]
-    lines += ["", f"`{_PROGRAM} COMMAND --help` tells more of each."]
+    lines += ["", f"`{_PROGRAM} COMMAND --help` tells more of each, --version the version."]
     return "\n".join(lines)

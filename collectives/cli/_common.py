@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..config import parse_size
 from ..errors import CollectiveError, ConfigError, did_you_mean
 from ..schedule import LARGEST, algorithms
 from ..tuning import known_algorithm
-from . import NO_MEMORY
+from . import NO_MEMORY, drop_unwritten
 from ._ranks import EVERYWHERE, on_every_rank, rank_hint
 
 USAGE = 2  # exit status of a command that could not do what was asked
@@ -39,6 +40,8 @@ def natural(text: str) -> int:
 def _at_least(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= {least}")
+    if int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST}")
     return int(text)
 
 
@@ -237,12 +240,28 @@ def check_writable(*paths: str | None) -> None:
     for path in named:
         if rank_hint() == 0:
             new = not os.path.lexists(path)
+            if _is_pipe(path):
+                raise ConfigError(f"{path} cannot be written: it is no file")
             try:
                 open(path, "ab").close()
                 if new:  # nothing is left where the command is refused later
                     os.remove(path)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _is_pipe(path: str) -> bool:
+    """Is it neither a file nor a character device, and none of our own streams? Who opens a pipe
+    waits for its other end.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False  # opening it says why
+    if any(kind(found.st_mode) for kind in (stat.S_ISREG, stat.S_ISCHR, stat.S_ISDIR)):
+        return False
+    streams = [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+    return not any(os.path.samestat(found, os.fstat(stream.fileno())) for stream in streams)
 
 
 def count(text: str) -> float:
@@ -291,6 +310,7 @@ def in_words(
         except (CollectiveError, ValueError, OSError, MemoryError) as error:
             if os.environ.get("COLLECTIVES_DEBUG") in ("trace", "2"):
                 raise
+            drop_unwritten()
             rank = rank_hint()
             if rank == 0 or not getattr(error, EVERYWHERE, False):
                 where = f" (rank {rank})" if rank else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TextIO
@@ -9,14 +10,23 @@ from typing import TextIO
 _AFTER = 2.0  # seconds without a bar
 _EVERY = 0.1  # seconds between two looks
 _WIDTH = 24
-_LINE = 79
+_LINE = 79  # columns, where the terminal has them
+
+
+def _line(stream: TextIO) -> int:
+    """Columns that a bar may take: after the last one some terminals begin another line."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except OSError:  # nobody knows
+        columns = 0
+    return min(_LINE, columns - 1) if columns else _LINE
 
 
 def clear_line(stream: TextIO | None = None) -> None:
     """Takes away what a bar, of this process or of a rank of it, has left on a terminal."""
     stream = sys.stderr if stream is None else stream
     if stream.isatty():
-        stream.write("\r" + " " * _LINE + "\r")
+        stream.write("\r" + " " * _line(stream) + "\r")
         stream.flush()
 
 
@@ -42,8 +52,9 @@ class Progress:
         share = min(1.0, self._done / self._total)
         left = (now - self._start) * (1 - share) / share if share else 0.0
         bar = "█" * int(share * _WIDTH)
-        text = f"\r{bar:·<{_WIDTH}} {share:4.0%}  {left:.0f} s left  {what}"
-        self._stream.write(text[:_LINE].ljust(_LINE))
+        text = f"{bar:·<{_WIDTH}} {share:4.0%}  {left:.0f} s left  {what}"
+        width = _line(self._stream)
+        self._stream.write("\r" + text[:width].ljust(width))
         self._stream.flush()
         self._visible = True
 

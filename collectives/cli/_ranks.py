@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +17,8 @@ from ..errors import CollectiveError, ConfigError
 from ..starting import init, run_threads
 
 EVERYWHERE = "everywhere"  # attribute of an error that every rank raises
+
+_ENDED = 10.0  # seconds by which the launcher has ended a rank
 
 # Not passed on to the ranks that a command starts.
 _OURS = ("ranks", "nodes")
@@ -122,8 +126,23 @@ def with_ranks(
     if args.ranks:
         return _start(args, command)
     with init(max_blocks=max_blocks) as comm:
-        status = body(comm)
+        try:
+            status = body(comm)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _end_all_quietly()
+            raise
         return status if comm.rank == 0 else 0
+
+
+def _end_all_quietly() -> None:
+    """The reader of the output, such as `head`, has seen enough: the launcher, where it is `run`,
+    ends all ranks before any of them can tell that another has closed the communicator.
+    """
+    child = os.getpgrp() == os.getpid()  # of `run` itself, whose ranks lead groups
+    if child and os.environ.get("COLLECTIVES_RENDEZVOUS") == "launcher":
+        os.kill(os.getppid(), signal.SIGPIPE)
+        time.sleep(_ENDED)
 
 
 def _check(args: argparse.Namespace) -> None:

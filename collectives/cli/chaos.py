@@ -94,6 +94,9 @@ def _at_least_two(text: str) -> int:
 
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
+    more = args.rounds is not None or args.seconds is not None or args.jobs > 1
+    if args.only is not None and more:
+        raise ConfigError("--only plays one round; leave --rounds, --seconds and --jobs out")
     if _ranks.launched():
         raise ConfigError("chaos starts its ranks itself; start it without a launcher")
     if threading.active_count() > 1:

@@ -193,7 +193,7 @@ def _compare(comm: Communicator, args: argparse.Namespace) -> int:
         if not algorithms:
             raise UnsupportedError(f"no algorithm can do {args.collective} with {comm.size} ranks")
         backend = backends.connect(comm, args.device, python=args.python)
-        connected = peers.connect(backend, args.peer or ())
+        connected = peers.connect(backend, args.peer or (), "compare")
     command = _ranks.command_of(args, "compare")
     header = machine.header(comm, command, backend.facts(), backend.tuner)
     elements = elements_of(case, sizes(args.minbytes, args.maxbytes, args.stepfactor, None))

@@ -14,6 +14,7 @@ from ..drawing_png import draw_png
 from ..errors import ConfigError, UnsupportedError
 from ..schedule import algorithms, schedule
 from ..simulate.traffic import can_follow
+from ..tuning import known_algorithm
 from . import _common
 
 EXAMPLES = """\
@@ -60,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @_common.in_words
 def run(args: argparse.Namespace) -> int:
     _common.import_algorithms(args.imports)
-    _common.algorithm(args.algorithm)
+    names = [a.name for a in algorithms()]
     if args.algorithm == "auto":
-        names = ", ".join(a.name for a in algorithms())
-        raise ConfigError(f"auto chooses by size; name an algorithm to draw: {names}")
+        raise ConfigError(f"auto chooses by size; name an algorithm to draw: {', '.join(names)}")
+    known_algorithm(args.algorithm, names)
     ranks = args.ranks or (len(args.node) if args.node else 4)
     if args.node and len(args.node) != ranks:
         raise ConfigError(f"--node names the nodes of {len(args.node)} ranks, -n says {ranks}")
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             f"the steps of {args.algorithm} for {args.collective} over {ranks} ranks are too many "
             "to draw; take fewer ranks"
         )
-    ending = Path(args.output).suffix[1:] if args.output else ""
+    ending = Path(args.output).suffix[1:].lower() if args.output else ""
     if not args.format and ending not in _ENDINGS:
         raise ConfigError(
             f"{args.output}: nothing writes .{ending}; end it with .svg, .png or .txt, or say "

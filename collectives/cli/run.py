@@ -43,6 +43,7 @@ how ranks meet:
   which other users cannot read.
 """
 
+_MOST = 1 << 22  # Linux numbers no more (PID_MAX_LIMIT)
 _GRACE = 5.0  # seconds between asking a rank to end and killing it
 _PASSED_ON = (
     signal.SIGINT,
@@ -107,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    if int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is more than the {_MOST} processes of a host")
     return int(text)
 
 
@@ -183,7 +186,8 @@ class _Job:
         self._status: int | None = None
         # What the launcher was told to ignore, as by nohup, its ranks ignore too.
         heard = (s for s in _PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN)
-        self._waited = {signal.SIGCHLD, *heard}
+        # By SIGPIPE a rank tells that nobody reads on what it writes: see `_ranks`.
+        self._waited = {signal.SIGCHLD, signal.SIGPIPE, *heard}
         self._told: set[int] = set()  # ranks whose failure --keep-going has told of
         self._kill_at: float | None = None
         self._judge_at: float | None = None
@@ -324,6 +328,8 @@ class _Job:
                 self._stop(128 + number, None)
             elif number == signal.SIGTSTP:
                 _suspend()
+        elif got is not None and got.si_signo == signal.SIGPIPE and got.si_pid != os.getpid():
+            self._stop(1, signal.SIGTERM)
         now = time.monotonic()
         if limit is not None and now >= limit and self._status is None:
             running = [rank.rank for rank in self._ranks if rank.poll() is None]

@@ -23,8 +23,11 @@ def read(paths: Iterable[str | Path]) -> list[Dump]:
     """
     found: list[Dump] = []
     for path in paths:
+        file = Path(path)
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ConfigError(f"{path} is no file, but a device or a pipe")
         try:
-            whole = json.loads(Path(path).read_text())
+            whole = json.loads(file.read_text())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:

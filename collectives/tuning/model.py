@@ -97,8 +97,8 @@ def _figure(found: Any) -> float:
 # carries the data. Half of those times are predicted within a factor of 1.2, nine of ten within
 # 1.6, the worst (threads, 256 B, disturbed by other programs) within 3.6. That was without the
 # steps of the agreement, which "steps" over MPI are behind. With them what is predicted to be the
-# fastest takes 1.2 times as long as the fastest on 2 hosts of 2 ranks at 10 Gbit/s, in the mean over
-# 6 collectives of 64 B to 4 MiB, and without them 2.7 times (tests/test_predictions.py).
+# fastest takes 1.2 times as long as the fastest on 2 hosts of 2 ranks at 10 Gbit/s, in the mean
+# over 6 collectives of 64 B to 4 MiB, and without them 2.7 times (tests/test_predictions.py).
 LINKS: dict[str, dict[str, LinkModel]] = {
     "threads": {
         "direct": LinkModel(1.49e-7, 1.26e-10, 4.87e-12),
@@ -233,9 +233,9 @@ class Measurement(NamedTuple):
 def fit(
     measured: Iterable[Measurement], nodes: Sequence[int], transport: str
 ) -> dict[str, Figures]:
-    """Figures by kind that predict `measured`, of these ranks, with the least errors in ratio. Kinds
-    without measurements are left out. Where all calls of a kind had as many steps, nothing tells
-    entry from steps: then each gets half.
+    """Figures by kind that predict `measured`, of these ranks, with the least errors in logarithms.
+    Kinds without measurements are left out. Where all calls of a kind had as many steps, nothing
+    tells entry from steps: then each gets half.
     """
     rows: dict[str, list[tuple[float, ...]]] = {}
     for m in measured:

@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,6 +256,7 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
     """The layouts in a file, {} where there is no file. Raises ConfigError for one that cannot be
     read, is no table, or is of other hardware.
     """
+    _check_kind(path)
     try:
         content = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -272,6 +274,16 @@ def load(path: Path, hardware: Mapping[str, str]) -> dict[str, Any]:
         raise _damaged(path, "layouts is no object of objects")
     refuse(path, measured_on, hardware)
     return layouts
+
+
+def _check_kind(path: Path) -> None:
+    """Raises ConfigError for a device or a pipe, which may have no end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # reading or writing it says why
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ConfigError(f"the table {path} is no file; {_ANOTHER}, or {_ELSE}")
 
 
 def why_none(settings_table: str) -> str:
@@ -381,6 +393,7 @@ def _behind_links(path: Path) -> Path:
 
 def try_writing(path: Path) -> None:
     """Raises ConfigError if `save` could not write the file."""
+    _check_kind(path)
     named, path = path, _behind_links(path)
     written = path.with_name(f".{path.name}.{os.getpid()}")
     try:

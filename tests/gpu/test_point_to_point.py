@@ -515,7 +515,7 @@ def test_errors_in_words() -> None:
             c.recv(small, 0, -1)
         with pytest.raises(cc.UnsupportedError, match="up to 64 sends"), c.group():
             for _ in range(65):
-                c.recv(small, 0)
+                c.send(small, 0)
         c.barrier()
         return True
 

@@ -156,8 +156,9 @@ def test_examples(name: str) -> None:
 def test_example_with_accelerate() -> None:
     pytest.importorskip("accelerate", reason="the example needs Hugging Face's accelerate")
     test_examples("torch_accelerate")
-    result = run("run", EXAMPLES / "torch_accelerate.py", 2)
-    assert result.status != 0 and "accelerate needs torchrun, or mpirun" in result.output
+    script = HERE.parents[1] / "examples" / "torch_accelerate.py"
+    result = launch.run(2, script, launcher="run", env=QUIET, timeout=110).expect(status=1)
+    assert "accelerate needs torchrun, or mpirun" in result.output
 
 
 SUBSET = (
