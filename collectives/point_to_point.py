@@ -192,9 +192,7 @@ class PointToPoint(Calls):
         ended = partial(self._ended, device, result) if None in streams else result
         in_order = beside(what, engine.device, stream, () if put_on is not None else streams)
         if (group := self._group) is not None:
-            return group.add_device_transfers(
-                engine, transfers, stream, result, keep, in_order
-            )
+            return group.add_device_transfers(engine, transfers, stream, result, keep, in_order)
         with in_order:
             engine.transfer(transfers, stream)
         return DeviceWork(engine, result, keep, stream) if async_op else ended()

@@ -24,10 +24,10 @@ from collectives.schedule import why_unsupported
 
 Array = np.ndarray[Any, Any]
 
-# Elements; with float32, 288 fill the largest message that rides in cache lines.
-COUNTS = (0, 1, 2, 3, 5, 17, 63, 64, 65, 287, 288, 289, 1000, 4099)
+# Elements; with float32, 96 fill the largest message of two ranks that rides in cache lines.
+COUNTS = (0, 1, 2, 3, 5, 17, 63, 64, 65, 95, 96, 97, 1000, 4099)
 # Bytes, on both sides of where the ways of moving data change.
-SIZES = (1152, 1153, 32 << 10, (32 << 10) + 1, (128 << 10) + 1, (1 << 20) + 3)
+SIZES = (384, 385, 32 << 10, (32 << 10) + 1, (128 << 10) + 1, (1 << 20) + 3)
 VARIANTS = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _GUARD = 64

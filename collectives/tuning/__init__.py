@@ -58,15 +58,27 @@ class Choice(NamedTuple):
 
 
 def _shared_memory(collective: str, nranks: int) -> list[Choice]:
-    """All ranks share memory: one hop reaches everybody, so the direct algorithms win at every
-    size.
+    """All ranks share memory: one hop reaches everybody, so the direct algorithms win, but where
+    one rank would have to combine much.
     """
     if collective == "all_reduce":
         # Two ranks: one shot moves as many bytes as two and needs one hop less. More: two-shot
-        # divides the reductions.
+        # divides the reductions. 16 cores, a rank each, in us, one-shot and two-shot: 3 ranks 16
+        # KiB 5.7 and 6.4; 4 ranks 4 KiB 2.7 and 2.9, 8 KiB 5.4 and 4.1; 8 ranks 2 KiB 3.7 and 3.3,
+        # 16 KiB 22.7 and 8.4; 16 ranks 2 KiB 7.3 and 4.1, 16 KiB 44.6 and 11.6.
         if nranks == 2:
             return [Choice(ANY_SIZE, "direct_one_shot")]
-        return [Choice(24 << 10, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot")]
+        limit = 24 << 10 if nranks == 3 else (8 << 10) // (nranks - 2)
+        return [Choice(limit, "direct_one_shot"), Choice(ANY_SIZE, "direct_two_shot")]
+    if collective == "reduce" and nranks > 2:
+        # There, direct, tree and ring: 4 ranks 256 KiB 44, 45 and 48, 4 MiB 839, 654 and 663; 8
+        # ranks 64 KiB 32, 26 and 54, 4 MiB 1903, 827 and 753; 16 ranks 16 KiB 19, 15 and 46, 4 MiB
+        # 4304, 959 and 965.
+        return [
+            Choice((2 << 20) // nranks**2, "direct_one_shot"),
+            Choice(1 << 20, "double_binary_tree"),
+            Choice(ANY_SIZE, "ring"),
+        ]
     if collective in ("reduce_scatter", "all_gather", "all_to_all"):
         return [Choice(ANY_SIZE, "direct_two_shot")]
     return [Choice(ANY_SIZE, "direct_one_shot")]
@@ -364,13 +376,18 @@ def host_tuning(
     ranks.
     """
     tuning = _core.HostTuning()
-    tuning.lines_max = 1152
+    # In lines each rank writes to all. 16 cores, a rank each, all_reduce of 1 KiB: 4 ranks 3.8 us,
+    # staged 2.7; 8 ranks 7.2 and 4.1; 16 ranks 13.6 and 7.7; of 64 B 2.0 and 2.3, 2.8 and 3.1, 4.4
+    # and 4.2. 2 ranks: alike at 384 B.
+    tuning.lines_max = 384 if nranks == 2 else max(64, 512 // max(1, nranks))
     tuning.chunk_bytes = 64 << 10
     tuning.nontemporal_min = 8 << 20
     tuning.symmetric_min = 8 << 10
     # Reading a peer's memory costs a system call and 0.1 us a page: two ranks, broadcast of 1 MiB
-    # 87 us, staged 62; of 16 MiB 1263 and 1369; all_to_all of 256 KiB 14.9 and 17.4.
-    tuning.pull_shared_min = 2 << 20
+    # 87 us, staged 62; of 16 MiB 1263 and 1369; all_to_all of 256 KiB 14.9 and 17.4. Several that
+    # read the same pages hold each other up: broadcast of 4 MiB 882 us with 4 ranks, staged 546;
+    # with 8 ranks 1870 and 786, with 16 4084 and 755.
+    tuning.pull_shared_min = 2 << 20 if nranks == 2 else 1 << 62
     tuning.pull_split_min = 256 << 10
     # With fewer CPUs than ranks a rank that spins keeps the one it waits for from running.
     tuning.crowded = ncpus < nranks
