@@ -40,6 +40,12 @@ for environment in "${environments[@]}"; do
   if [ "$mpi" != openmpi ]; then continue; fi
   measure all_reduce 4 -b 4 -e 64M -f 8 --in-place
   measure symmetric 4 -b 4 -e 64M -f 8 --in-place --symmetric
+  for ranks in 8 16; do  # a core each, or they are left out
+    if [ "$ranks" -gt "$(nproc)" ]; then continue; fi
+    measure all_reduce "$ranks" -b 4 -e 64M -f 8 --in-place
+    measure collectives "$ranks" -b 64 -e 16M -f 16 \
+      --collective reduce_scatter,all_gather,broadcast,reduce,all_to_all,barrier
+  done
   measure python 2 -b 4 -e 1M -f 16 --in-place --python
   measure algorithms 2 -b 64K -e 16M -f 4 --in-place -a ring -a halving_doubling -a double_binary_tree
   COLLECTIVES_TRANSPORT=mpi measure over-mpi 2 -b 64K -e 16M -f 4 --in-place -a halving_doubling -a recursive_doubling
