@@ -560,7 +560,7 @@ class Bucketer:
                 self._torch.flush(bucket)
             self._pool.take_held(bucket)
         for slot in bucket.zeros:
-            bucket.part(slot)[...] = 0
+            bucket.part(slot).fill(0)  # no kernel, which would be loaded while others wait
         bucket.times.launched = time.monotonic()
         with NvtxRange(bucket.device, f"bucket {bucket.index}"):
             bucket.work = self._reduce(bucket)

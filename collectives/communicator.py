@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _core
 from .bootstrap import Bootstrap, detect
@@ -41,6 +41,12 @@ from .work import InFlight
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    """Of axes; a number, in an array of numpy too, is that of the only one."""
+    alone = not isinstance(shape, Iterable) or getattr(shape, "shape", None) == ()
+    return tuple(integer(n, "shape") for n in ((shape,) if alone else shape))
 
 
 class Communicator(Reductions, Movements, PointToPoint):
@@ -372,6 +378,11 @@ class Communicator(Reductions, Movements, PointToPoint):
     def _one_region(self) -> bool:
         return self._core.one_region or self.size == 1
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a communicator cannot be copied or pickled: duplicate() makes another of its ranks"
+        )
+
     def group(self) -> Group:
         """Coalesces calls: inside `with comm.group():` calls are noted, and run together at its
         end.
@@ -406,8 +417,9 @@ class Communicator(Reductions, Movements, PointToPoint):
         same place in it; else MismatchError.
         """
         self._check_open()
-        dims = shape if isinstance(shape, Iterable) else (shape,)
-        lengths = tuple(integer(n, "shape") for n in dims)
+        lengths = _lengths(shape)
+        if not isinstance(device, str):
+            raise TypeError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {device!r}")
         if device != "cpu":
             kind_of_device, _, number = device.partition(":")
             if kind_of_device != "cuda" or (device != "cuda" and not number.isdecimal()):

@@ -86,12 +86,18 @@ def algorithm(
     choices, no order of a set): ranks with different schedules raise MismatchError when they call
     it. Raises ValueError for an unknown collective, a name that C++ has, or that is none.
     """
-    if collective not in _core.collectives:
-        raise ValueError(
-            f"unknown collective {collective!r}; {did_you_mean(collective, _core.collectives)}"
-        )
+    if callable(collective):
+        raise TypeError('an algorithm is for a collective: write @algorithm("all_reduce"), say')
+    _check_collective(collective)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a name of your algorithm, not {name!r}")
+    for argument, given in (("chunks", chunks), ("supports", supports)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{argument} must be a function of the number of ranks, not {given!r}")
 
     def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(rounds):
+            raise TypeError(f"an algorithm is a function that yields rounds, not {rounds!r}")
         own = name or str(getattr(rounds, "__name__", "algorithm"))
         fits = own.isprintable() and len(own.encode()) <= _LONGEST
         begins = own[:1].isalpha() or own[:1] == "_"
@@ -133,8 +139,11 @@ def algorithms(collective: str | None = None, nranks: int | None = None) -> list
     infos += [next(iter(by.values())).info for by in _written.values()]
     if collective is None:
         return infos
+    _check_collective(collective)
     ranks = 4 if nranks is None else _whole(nranks, "nranks")
-    return [i for i in infos if not why_unsupported(i.name, collective, ranks or 4)]
+    if ranks < 1:
+        return []
+    return [i for i in infos if not why_unsupported(i.name, collective, ranks)]
 
 
 def is_written(name: str) -> bool:
@@ -179,12 +188,9 @@ def schedule(
     """
     nranks, root = _whole(nranks, "nranks"), _whole(root, "root")
     nodes = [_whole(number, "node") for number in node]
-    if not isinstance(collective, str):
-        raise TypeError(f"collective must be a name such as 'all_reduce', not {collective!r}")
-    if collective not in _core.collectives:
-        raise ValueError(
-            f"unknown collective {collective!r}; {did_you_mean(collective, _core.collectives)}"
-        )
+    if not isinstance(name, str):
+        raise TypeError(f"an algorithm must be a name such as 'ring', not {name!r}")
+    _check_collective(collective)
     if name in _written or nranks < 1:
         why = (
             why_unsupported(name, collective, nranks, root=root, node=nodes)
@@ -204,6 +210,15 @@ def schedule(
     if why:
         raise UnsupportedError(f"{name} cannot do {collective} with {nranks} ranks: {why}")
     return Schedule(_core.build_schedule(name, collective, nranks, root, nodes))
+
+
+def _check_collective(collective: Any) -> None:
+    if not isinstance(collective, str):
+        raise TypeError(f"collective must be a name such as 'all_reduce', not {collective!r}")
+    if collective not in _core.collectives:
+        raise ValueError(
+            f"unknown collective {collective!r}; {did_you_mean(collective, _core.collectives)}"
+        )
 
 
 def _whole(value: Any, name: str) -> int:
@@ -247,7 +262,7 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
     generated = written.rounds(n, root=root) if takes_root else written.rounds(n)
     what = f"{written.info.name}, {written.collective} with {n} ranks"
     rounds = _rounds(generated, what)
-    mentioned = max((t[2] for ts in rounds for t in ts), default=0) + 1
+    mentioned = max((max(0, t.chunk) for ts in rounds for t in ts), default=0) + 1
     count = _chunks(written.chunks(n), what) if written.chunks else mentioned
     if written.chunks is None and written.collective in (
         "reduce_scatter",
@@ -350,12 +365,16 @@ class Schedule:
         """The steps that `rank` runs, a list for each channel; order="rank" for the program that
         sums in rank order. Raises ValueError for another rank or order than there is.
         """
-        return list(self._core.lowered(rank, order))
+        if order not in ("any", "rank"):
+            raise ValueError(f"order must be 'any' or 'rank', not {order!r}")
+        return list(self._core.lowered(_whole(rank, "rank"), order))
 
     def draw(self, format: str = "text") -> str:
         """A step diagram: "text" (rounds by ranks) or "svg"."""
         from .drawing import draw
 
+        if not isinstance(format, str):
+            raise TypeError(f"format must be 'text' or 'svg', not {format!r}")
         return draw(self, format)
 
     def __repr__(self) -> str:

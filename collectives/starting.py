@@ -105,6 +105,7 @@ def run_threads(
     if n < 1:
         raise ValueError(f"run_threads needs at least one rank, not {n}")
     if devices is not None:
+        devices = [integer(device, "devices") for device in devices]
         if not devices:
             raise ValueError("devices=[] names no GPU; pass [0] for one that all ranks share")
         # (And no kernel may be loaded while another waits.)

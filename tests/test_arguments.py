@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from bootstraps import run_all, tcp_world
@@ -117,3 +120,33 @@ def test_nodes_that_are_none(nodes, error, words):
 
 def test_nodes_by_a_generator():
     assert cc.run_threads(2, lambda comm: comm.nodes, nodes=(r for r in (1, 0)), timeout=20)
+
+
+def test_gpus_by_an_array():
+    """Their numbers are read, and what is wrong with them is not that there are none."""
+    with pytest.raises(ValueError, match="names no GPU"):
+        cc.run_threads(1, lambda comm: None, devices=np.array([], int))
+    with pytest.raises(cc.CollectiveError) as caught:
+        cc.run_threads(1, lambda comm: None, devices=np.array([4096]))
+    assert "names no GPU" not in str(caught.value)
+
+
+def test_shapes_and_devices_of_symmetric_arrays():
+    def body(comm):
+        shapes = (3, np.array(3), (3,), np.array([3]), (n for n in (3,)))
+        made = [comm.empty(shape).shape for shape in shapes]
+        with pytest.raises(TypeError, match="device must be 'cpu', 'cuda' or 'cuda:N', not None"):
+            comm.empty(3, device=None)
+        return made
+
+    assert cc.run_threads(2, body, timeout=20) == [[(3,)] * 5] * 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_communicators_are_not_copied(copied):
+    def body(comm):
+        with pytest.raises(TypeError, match="cannot be copied or pickled: duplicate"):
+            copied(comm)
+        return comm.all_reduce(np.ones(1))[0]
+
+    assert cc.run_threads(2, body, timeout=20) == [2, 2]

@@ -294,3 +294,17 @@ def test_detect(monkeypatch):
     assert isinstance(detect(environ={"PMI_RANK": "0", "PMI_SIZE": "1"}), Solo)
     with pytest.raises(BootstrapError, match="mpi4py is not installed"):
         Mpi()
+
+
+def test_a_communicator_of_mpi_is_not_asked_for_more(monkeypatch):
+    """A null one fails on whatever it is asked; a set, in an order of its own, asked for `rank`."""
+
+    class Null:
+        Get_rank = Idup = None
+
+        def __getattr__(self, name):
+            raise RuntimeError("MPI_ERR_COMM: invalid communicator")
+
+    monkeypatch.setattr(bootstrap.sources, "Mpi", lambda source, timeout: ("mpi", source))
+    null = Null()
+    assert detect(null) == ("mpi", null)

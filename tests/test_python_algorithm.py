@@ -424,3 +424,38 @@ def test_schedules_are_of_numbers_that_the_core_has(name):
 def test_schedules_are_of_a_collective(collective):
     with pytest.raises(TypeError, match=f"collective must be a name .* not {collective!r}"):
         cc.schedule("ring", collective, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cc.algorithm(lambda n: []), r'write @algorithm\("all_reduce"\)'),
+        (lambda: cc.algorithm(3), "collective must be a name"),
+        (lambda: cc.algorithm("all_reduce", name=5), "name must be a name of your algorithm"),
+        (lambda: cc.algorithm("all_reduce", chunks=3), "chunks must be a function"),
+        (lambda: cc.algorithm("all_reduce", supports="all"), "supports must be a function"),
+        (lambda: cc.algorithm("all_reduce", name="x")(7), "is a function that yields rounds"),
+        (lambda: cc.algorithms(3), "collective must be a name"),
+        (lambda: cc.schedule(3, "all_reduce", 3), "an algorithm must be a name"),
+        (lambda: cc.schedule("ring", "all_reduce", 3).draw(None), "format must be 'text' or 'svg'"),
+        (lambda: cc.schedule("ring", "all_reduce", 3).lowered("x"), "rank must be a whole number"),
+    ],
+)
+def test_arguments_of_other_types(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_no_algorithm_serves_no_ranks():
+    assert cc.algorithms("all_reduce", 0) == []
+    with pytest.raises(ValueError, match="order must be 'any' or 'rank', not None"):
+        cc.schedule("ring", "all_reduce", 3).lowered(0, order=None)
+
+
+def test_a_negative_chunk_is_named(register):
+    def one(n):
+        yield [Transfer(0, 1, -1, True)]
+
+    register("all_reduce", name="negative_chunk")(one)
+    with pytest.raises(cc.ScheduleError, match=r"round 0.*chunk -1"):
+        cc.schedule("negative_chunk", "all_reduce", 2)

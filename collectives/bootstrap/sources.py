@@ -69,10 +69,11 @@ def detect(
         raise BootstrapError(
             f"unknown way to find ranks {source!r}; {did_you_mean(source, _SOURCES)}"
         )
-    if isinstance(source, Bootstrap):
-        return source
+    # First: to ask a null communicator for its `rank`, which a Bootstrap has, is an error of MPI.
     if hasattr(source, "Get_rank") and hasattr(source, "Idup"):
         return Mpi(source, timeout)
+    if isinstance(source, Bootstrap):
+        return source
     raise BootstrapError(
         f"a {type(source).__name__} is no way to find ranks; pass an mpi4py communicator, a "
         f"Bootstrap, or one of {', '.join(_SOURCES)}"

@@ -60,6 +60,9 @@ class ndarray:
         assert self.flags.c_contiguous
         return ndarray(self.size if shape == -1 else shape, self.dtype, self.data)
 
+    def fill(self, value: int) -> None:
+        self[...] = value
+
     def __setitem__(self, key: Any, value: ndarray | int) -> None:
         """Copies on the current stream, or fills with zeros."""
         to = self if key is Ellipsis else self[key]
