@@ -81,6 +81,11 @@ class Communicator(Reductions, Movements, PointToPoint):
                     call on device arrays
         max_blocks  thread blocks that a call on device arrays may take at most: see `init`
         """
+        if not hasattr(bootstrap, "subgroup"):
+            raise TypeError(
+                f"a communicator is made of a Bootstrap, not of a {type(bootstrap).__name__}; "
+                "init() and from_mpi() find one"
+            )
         settings = settings or Settings()
         dump_when_told(settings.dump)
         keep_streams_apart()
@@ -420,6 +425,8 @@ class Communicator(Reductions, Movements, PointToPoint):
         lengths = _lengths(shape)
         if not isinstance(device, str):
             raise TypeError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {device!r}")
+        if kind is not None and not isinstance(kind, str):
+            raise TypeError(f"kind must be a name such as 'numpy', not {kind!r}")
         if device != "cpu":
             kind_of_device, _, number = device.partition(":")
             if kind_of_device != "cuda" or (device != "cuda" and not number.isdecimal()):

@@ -92,7 +92,7 @@ def algorithm(
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a name of your algorithm, not {name!r}")
     for argument, given in (("chunks", chunks), ("supports", supports)):
-        if given is not None and not callable(given):
+        if not callable(given) and (given is not None or argument == "supports"):
             raise TypeError(f"{argument} must be a function of the number of ranks, not {given!r}")
 
     def register(rounds: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +125,7 @@ def unregister(name: str) -> None:
     """Takes back what `algorithm` registered under `name`. Communicators that ran it keep their
     copy.
     """
+    _check_name(name)
     if _written.pop(name, None) is None:
         raise ValueError(f"no algorithm {name!r} written in Python; {did_you_mean(name, _written)}")
 
@@ -187,9 +188,10 @@ def schedule(
     Python is broken.
     """
     nranks, root = _whole(nranks, "nranks"), _whole(root, "root")
+    if not isinstance(node, Iterable):
+        raise TypeError(f"node must be a list of the node of each rank, not {node!r}")
     nodes = [_whole(number, "node") for number in node]
-    if not isinstance(name, str):
-        raise TypeError(f"an algorithm must be a name such as 'ring', not {name!r}")
+    _check_name(name)
     _check_collective(collective)
     if name in _written or nranks < 1:
         why = (
@@ -210,6 +212,11 @@ def schedule(
     if why:
         raise UnsupportedError(f"{name} cannot do {collective} with {nranks} ranks: {why}")
     return Schedule(_core.build_schedule(name, collective, nranks, root, nodes))
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"an algorithm must be a name such as 'ring', not {name!r}")
 
 
 def _check_collective(collective: Any) -> None:
@@ -279,11 +286,11 @@ def _build(written: _Written, n: int, root: int, node: list[int]) -> Schedule:
             )
         count = n * n
     if root != 0 and not takes_root:
-        # Written for root 0: the others take its place in a circle.
+        # Written for root 0: the others take its place in a circle. What is out of range stays so.
         blocked = written.collective in ("gather", "scatter")
 
         def turn(r: int) -> int:
-            return (r + root) % n
+            return (r + root) % n if 0 <= r < n else r
 
         per = max(1, count // n)
         move = (lambda c: turn(c // per) * per + c % per) if blocked else (lambda c: c)

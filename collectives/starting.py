@@ -49,13 +49,19 @@ class _Family:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._reason = ""  # once it was aborted
 
     def add(self, made: Communicator) -> None:
         with self._lock:
             self._members.add(made)
+            reason = self._reason
+        if reason:
+            made.abort(reason)
 
     def abort(self, reason: str) -> None:
+        """Aborts those that live, and those that are still being made."""
         with self._lock:
+            self._reason = reason
             members = list(self._members)
         for made in members:
             made.abort(reason)
@@ -75,6 +81,18 @@ class _Rank(Communicator):
         made = super()._made_of(*arguments, **more, family=self.family)
         self.family.add(made)
         return made
+
+
+def _numbers(given: Any, name: str, what: str) -> list[int]:
+    """An argument that names nodes or GPUs, as a list."""
+    try:
+        found = list(given)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a list of numbers, such as [0], not {given!r}") from error
+    numbers = [integer(number, name) for number in found]
+    if any(not 0 <= number < 1 << 31 for number in numbers):
+        raise ValueError(f"{name}={numbers}: a {what} is a number from 0 on")
+    return numbers
 
 
 def run_threads(
@@ -105,16 +123,14 @@ def run_threads(
     if n < 1:
         raise ValueError(f"run_threads needs at least one rank, not {n}")
     if devices is not None:
-        devices = [integer(device, "devices") for device in devices]
+        devices = _numbers(devices, "devices", "GPU")
         if not devices:
             raise ValueError("devices=[] names no GPU; pass [0] for one that all ranks share")
         # (And no kernel may be loaded while another waits.)
         keep_streams_apart()
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if nodes is not None:
-        nodes = [integer(node, "nodes") for node in nodes]
-        if any(not 0 <= node < 1 << 31 for node in nodes):
-            raise ValueError(f"nodes={nodes}: a node is a number from 0 on")
+        nodes = _numbers(nodes, "nodes", "node")
     settings, timeout = Settings(), checked_seconds(timeout, "timeout")
     ends = Threads.world(n, settings.timeout if timeout is None else timeout)
     results: list[Any] = [None] * n

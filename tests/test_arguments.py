@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -150,3 +154,105 @@ def test_communicators_are_not_copied(copied):
         return comm.all_reduce(np.ones(1))[0]
 
     assert cc.run_threads(2, body, timeout=20) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"devices": 0}, TypeError, r"devices must be a list of numbers, such as \[0\], not 0"),
+        ({"devices": "cuda"}, TypeError, "devices must be an integer, not 'c'"),
+        ({"devices": [-1]}, ValueError, r"devices=\[-1\]: a GPU is a number from 0 on"),
+        ({"nodes": 3}, TypeError, r"nodes must be a list of numbers, such as \[0\], not 3"),
+    ],
+)
+def test_lists_that_are_none(arguments, error, words):
+    with pytest.raises(error, match=words):
+        cc.run_threads(2, lambda comm: None, timeout=20, **arguments)
+
+
+def test_a_kind_of_symmetric_arrays_that_is_none():
+    """Before anything is sent: the next collective call finds the ranks where they were."""
+
+    def body(comm):
+        if comm.rank == 0:
+            with pytest.raises(TypeError, match="kind must be a name such as 'numpy', not 3"):
+                comm.empty(3, kind=3)
+        return comm.all_reduce(np.ones(1))[0]
+
+    assert cc.run_threads(2, body, timeout=20) == [2, 2]
+
+
+@pytest.mark.parametrize("bootstrap", [None, 3, "solo", object()])
+def test_communicators_are_made_of_a_bootstrap(bootstrap):
+    words = f"made of a Bootstrap, not of a {type(bootstrap).__name__}; init"
+    with pytest.raises(TypeError, match=words):
+        cc.Communicator(bootstrap)
+
+
+def test_communicators_that_are_made_while_one_is(monkeypatch):
+    """As engines for GPUs on several nodes do; they end with the rank too."""
+
+    def set_up(comm, device):
+        if comm.size > 1:
+            comm.part = comm._of_ranks([comm.rank], "part")
+
+    monkeypatch.setattr(cc.Communicator, "_set_up_device", set_up)
+    parts = {}
+
+    def body(comm):
+        parts[comm.rank] = comm.part
+        comm.barrier()
+        if comm.rank == 1:
+            raise KeyError("the program's own")
+        with pytest.raises(cc.AbortedError, match="rank 1 raised KeyError"):
+            comm.barrier()
+
+    with pytest.raises(KeyError, match="the program's own"):
+        cc.run_threads(2, body, devices=[0], timeout=20)
+    assert "rank 1 raised KeyError" in parts[1]._core.why_broken
+
+
+def test_communicators_that_were_closed_are_forgotten():
+    def body(comm):
+        kept = comm.duplicate()
+        for _ in range(20):
+            with comm.duplicate() as twin, twin.split(0) as part:
+                part.barrier()
+        del twin, part
+        gc.collect()
+        return list(comm.family._members) == [kept]
+
+    assert cc.run_threads(2, body, timeout=20) == [True, True]
+
+
+def test_a_communicator_that_is_made_during_an_interruption(monkeypatch):
+    """It hears of it as those do that were there."""
+    make, ends = cc.Communicator._made_of, []
+
+    def slowly(comm, *arguments, **more):
+        made = make(comm, *arguments, **more)
+        comm.barrier()
+        if comm.rank == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while not comm._core.why_broken:
+            time.sleep(1e-3)
+        time.sleep(0.2)  # until all communicators were told
+        return made
+
+    monkeypatch.setattr(cc.Communicator, "_made_of", slowly)
+
+    def body(comm):
+        with comm.duplicate() as twin, pytest.raises(cc.AbortedError, match="interrupted by Key"):
+            twin.barrier()
+        ends.append(comm.rank)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cc.run_threads(2, body, timeout=20)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    deadline = time.monotonic() + 10
+    while len(ends) < 2 and time.monotonic() < deadline:
+        time.sleep(1e-2)
+    assert sorted(ends) == [0, 1]

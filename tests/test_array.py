@@ -434,6 +434,9 @@ class TestJax:
         x.delete()
         with pytest.raises(ArrayError, match="deleted or donated"):
             array.view(x, **READ)
+        for access in (READ, WRITE):
+            with pytest.raises(ArrayTypeError, match=r"x: dtype key<fry> .*jax\.random\.key_data"):
+                array.view(jax.random.key(0), **access)
 
 
 def test_nothing_else_is_imported():
@@ -456,3 +459,27 @@ def test_a_mask_is_seen_in_every_call():
         assert masked.data.tolist() == [1, 2]
 
     cc.run_threads(2, body, timeout=20)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        bytearray(4),
+        memoryview(bytearray(4)),
+        stdlib_array.array("i", [1, 2]),
+        (ctypes.c_int * 2)(1, 2),
+        Exporter(np.ones(4)),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_new_results_that_are_of_numpy(x):
+    """As docs/api.md lists them; what is written in place comes back as it is."""
+
+    def body(comm):
+        assert comm.all_reduce(x) is x
+        assert comm.broadcast(x) is x
+        made = [comm.all_gather(x), comm.reduce_scatter(x), comm.all_to_all(x)]
+        return {type(result) for result in made}
+
+    assert cc.run_threads(1, body, timeout=20) == [{np.ndarray}]
+    assert cc.run_threads(1, lambda comm: type(comm.all_gather(b"ab"))) == [bytes]

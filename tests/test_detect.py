@@ -308,3 +308,18 @@ def test_a_communicator_of_mpi_is_not_asked_for_more(monkeypatch):
     monkeypatch.setattr(bootstrap.sources, "Mpi", lambda source, timeout: ("mpi", source))
     null = Null()
     assert detect(null) == ("mpi", null)
+
+
+def test_a_group_of_mpi_is_not_asked_for_more(monkeypatch):
+    class Asking(type(bootstrap.Bootstrap)):
+        def __instancecheck__(cls, source):
+            return hasattr(source, "rank")
+
+    class Null:
+        @property
+        def rank(self):
+            raise RuntimeError("MPI_ERR_GROUP: invalid group")
+
+    monkeypatch.setattr(bootstrap.sources, "Bootstrap", Asking("Bootstrap", (), {}))
+    with pytest.raises(BootstrapError, match="a Null is no way to find ranks"):
+        detect(Null())

@@ -434,9 +434,12 @@ def test_schedules_are_of_a_collective(collective):
         (lambda: cc.algorithm("all_reduce", name=5), "name must be a name of your algorithm"),
         (lambda: cc.algorithm("all_reduce", chunks=3), "chunks must be a function"),
         (lambda: cc.algorithm("all_reduce", supports="all"), "supports must be a function"),
+        (lambda: cc.algorithm("all_reduce", supports=None), "supports must be a function"),
         (lambda: cc.algorithm("all_reduce", name="x")(7), "is a function that yields rounds"),
         (lambda: cc.algorithms(3), "collective must be a name"),
         (lambda: cc.schedule(3, "all_reduce", 3), "an algorithm must be a name"),
+        (lambda: cc.schedule("ring", "all_reduce", 3, node=3), "node must be a list of the node"),
+        (lambda: cc.unregister(3), "an algorithm must be a name"),
         (lambda: cc.schedule("ring", "all_reduce", 3).draw(None), "format must be 'text' or 'svg'"),
         (lambda: cc.schedule("ring", "all_reduce", 3).lowered("x"), "rank must be a whole number"),
     ],
@@ -459,3 +462,24 @@ def test_a_negative_chunk_is_named(register):
     register("all_reduce", name="negative_chunk")(one)
     with pytest.raises(cc.ScheduleError, match=r"round 0.*chunk -1"):
         cc.schedule("negative_chunk", "all_reduce", 2)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "words"),
+    [
+        (
+            Transfer(-1, 0, 0),
+            "transfer -1 -> 1 of chunk 1 is wrong: rank -1 is out of range 0 to 2",
+        ),
+        (Transfer(3, 0, 0), "transfer 3 -> 1 of chunk 1 is wrong: rank 3 is out of range 0 to 2"),
+        (Transfer(1, 0, -1), "transfer 2 -> 1 of chunk -1 is wrong: chunk -1 is out of range 0"),
+    ],
+)
+def test_what_is_out_of_range_is_so_for_every_root(register, transfer, words):
+    def astray(n):
+        yield [Transfer(r, 0, chunk=r) for r in range(1, n)]
+        yield [transfer]
+
+    register("gather")(astray)
+    with pytest.raises(cc.ScheduleError, match=words):
+        cc.schedule("astray", "gather", 3, root=1)

@@ -56,6 +56,11 @@ class Jax(Kind):
                 f"{what}: a jax array inside jit, grad or vmap has no values yet; call the "
                 "collective outside, or through jax.experimental.io_callback"
             )
+        if not isinstance(x.dtype, np.dtype):
+            raise ArrayTypeError(
+                f"{what}: dtype {x.dtype} holds random keys of jax, which are no numbers; pass "
+                "jax.random.key_data(x), and wrap_key_data(...) of what comes back"
+            )
         if writable:
             raise readonly_error(
                 what, "jax arrays are immutable: use the array that the collective returns"

@@ -72,7 +72,8 @@ def detect(
     # First: to ask a null communicator for its `rank`, which a Bootstrap has, is an error of MPI.
     if hasattr(source, "Get_rank") and hasattr(source, "Idup"):
         return Mpi(source, timeout)
-    if isinstance(source, Bootstrap):
+    # So it is to ask a null group, and anything of MPI lacks this one.
+    if hasattr(source, "subgroup") and isinstance(source, Bootstrap):
         return source
     raise BootstrapError(
         f"a {type(source).__name__} is no way to find ranks; pass an mpi4py communicator, a "
