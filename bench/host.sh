@@ -46,7 +46,8 @@ for environment in "${environments[@]}"; do
     measure collectives "$ranks" -b 64 -e 16M -f 16 \
       --collective reduce_scatter,all_gather,broadcast,reduce,all_to_all,barrier
   done
-  measure python 2 -b 4 -e 1M -f 16 --in-place --python
+  measure python 2 -b 4 -e 256K -f 16 --python \
+    --collective all_reduce,reduce_scatter,all_gather,broadcast,reduce,all_to_all,barrier
   measure algorithms 2 -b 64K -e 16M -f 4 --in-place -a ring -a halving_doubling -a double_binary_tree
   COLLECTIVES_TRANSPORT=mpi measure over-mpi 2 -b 64K -e 16M -f 4 --in-place -a halving_doubling -a recursive_doubling
   measure gloo 2 -b 4 -e 16M -f 16 --in-place --peer gloo
