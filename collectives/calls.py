@@ -62,11 +62,9 @@ _SOURCE, _TARGET, _ORDER = 4, 5, 10
 _PLAIN_OPS: dict[tuple[str, str], tuple[int, float, float]] = {}
 
 
-def room(out: Any, x: Any, shape: tuple[int, ...] | None) -> Any:
-    """`out`, or an array of that shape like x, if x is numpy's; None if neither can be."""
-    if out is not None or shape is None or type(x) is not np.ndarray:
-        return out
-    return np.empty(shape, x.dtype)
+def room(x: Any, shape: tuple[int, ...] | None) -> Any:
+    """An array of that shape like x, which is numpy's; None if there is no shape."""
+    return None if shape is None else np.empty(shape, x.dtype)
 
 
 def check_algorithm(algorithm: Any) -> None:

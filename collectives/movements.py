@@ -101,7 +101,7 @@ class Movements(Calls):
             if key == ():
                 return out
         if not async_op and stream is None and type(x) is np.ndarray:
-            joined = room(out, x, self._joined(x.shape))
+            joined = room(x, self._joined(x.shape)) if out is None else out
             if self._at_once("all_gather", x, joined, algorithm):
                 return joined
         source = view(x, writable=False, what="all_gather: x")
@@ -252,7 +252,9 @@ class Movements(Calls):
     ) -> Any:
         """`all_gather` whose result only `root` gets; the others get None."""
         if not async_op and stream is None and type(x) is np.ndarray:
-            joined = room(out, x, self._joined(x.shape)) if self.rank == root else None
+            joined = None
+            if self.rank == root:
+                joined = room(x, self._joined(x.shape)) if out is None else out
             if self._at_once("gather", x, joined, algorithm, root=root):
                 return joined
         return self._gather("gather", x, root, None, out, algorithm, async_op, stream)
@@ -340,8 +342,9 @@ class Movements(Calls):
              one is returned
         """
         if not async_op and stream is None:
-            given = self.rank == root and type(x) is np.ndarray
-            block = room(out, x, self._divided(x.shape)) if given else out
+            block = out
+            if out is None and self.rank == root and type(x) is np.ndarray:
+                block = room(x, self._divided(x.shape))
             if self._at_once("scatter", x, block, algorithm, root=root):
                 return block
         return self._scatter("scatter", x, root, None, out, algorithm, async_op, stream)
@@ -460,7 +463,7 @@ class Movements(Calls):
             if key == ():
                 return out
         if not async_op and stream is None and type(x) is np.ndarray:
-            received = room(out, x, x.shape)
+            received = room(x, x.shape) if out is None else out
             if self._at_once("all_to_all", x, received, algorithm):
                 return received
         source = view(x, writable=False, what="all_to_all: x")

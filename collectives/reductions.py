@@ -183,7 +183,7 @@ class Reductions(Calls):
                 return out
         plain = type(x) is np.ndarray and factor is None and order is None and stream is None
         if plain and not async_op:
-            block = room(out, x, self._divided(x.shape))
+            block = room(x, self._divided(x.shape)) if out is None else out
             if self._at_once("reduce_scatter", x, block, algorithm, op=op):
                 return block
         source = view(x, writable=False, what="reduce_scatter: x")
